@@ -1,0 +1,105 @@
+"""Carry a plan out on a model: a copy, or in place with rollback."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from normswap.edits import Undo, apply_module_edits
+from normswap.errors import NormswapError
+from normswap.plan import Plan, fingerprint
+from normswap.program import run_edits
+
+
+def apply_plan(plan: Plan, model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """The changed model: a copy, or ``model`` itself if ``inplace``.
+
+    Raises:
+        NormswapError: the plan was made for another model; ``model`` is as it was.
+    """
+    changed, _ = apply_with_undo(plan, model, inplace=inplace)
+    return changed
+
+
+def apply_with_undo(plan: Plan, model: nn.Module, *, inplace: bool) -> tuple[nn.Module, Undo]:
+    """As :func:`apply_plan`, with what takes an in-place change back."""
+    _require_fit(plan, model)
+    target = model if inplace else copy.deepcopy(model)
+    undo: Undo = []
+    try:
+        _add_biases(plan, target, undo)
+        _edit_tensors(plan, target, undo if inplace else None)
+        apply_module_edits(target, _late_edits(plan), undo)
+    except BaseException:
+        roll_back(undo)
+        raise
+    return target, undo
+
+
+def restructure(model: nn.Module, plan: Plan) -> nn.Module:
+    """Only the structure of the changed model, in place and without arithmetic on weights.
+
+    For a model whose weights are loaded afterwards; works on the meta device.
+
+    Raises:
+        NormswapError: the plan was made for another model.
+    """
+    _require_fit(plan, model)
+    undo: Undo = []
+    _add_biases(plan, model, undo)
+    apply_module_edits(model, _late_edits(plan), undo)
+    return model
+
+
+def roll_back(undo: Undo) -> None:
+    """Take changes back, last first."""
+    while undo:
+        undo.pop()()
+
+
+def _require_fit(plan: Plan, model: nn.Module) -> None:
+    if fingerprint(model) != plan.fingerprint:
+        raise NormswapError(
+            f"the plan was made for another model than this {type(model).__name__} (names, shapes "
+            "or classes differ): make the plan on this model"
+        )
+
+
+# Biases are edited as tensors, so they must exist first; modules are taken out last.
+_FIRST = ("add_bias", "bias_node")
+
+
+def _add_biases(plan: Plan, model: nn.Module, undo: Undo) -> None:
+    apply_module_edits(model, [e for e in plan.module_edits if e.kind in _FIRST], undo)
+
+
+def _late_edits(plan: Plan) -> list[object]:
+    return [e for e in plan.module_edits if e.kind not in _FIRST]  # type: ignore[return-value]
+
+
+def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
+    def read(name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        return getattr(model.get_submodule(path), leaf)
+
+    def write(name: str, value: Tensor) -> None:
+        tensor = read(name)
+        if undo is not None:
+            old = tensor.detach().clone()
+            undo.append(lambda: _set(tensor, old))
+        _set(tensor, value)
+        if tensor.dtype != torch.float64 and not bool(torch.isfinite(tensor).all()):
+            if bool(torch.isfinite(value).all()):
+                raise NormswapError(
+                    f"{name!r} does not fit into {tensor.dtype} after the fold (largest value "
+                    f"{float(value.abs().max()):.3g}): use a wider dtype"
+                )
+
+    run_edits(plan.edits, read, write)
+
+
+def _set(tensor: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(value)

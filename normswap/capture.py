@@ -1,0 +1,632 @@
+"""Run a model once and record a `torch.fx.Graph` of ATen ops, each with the module call it ran in.
+
+The model is run as a *fake twin*: a deep copy whose parameters and buffers are fake tensors, so no
+weight is copied or computed and a model on the meta device works. Ops are recorded by a dispatch
+mode under ``torch.inference_mode``, where ``linear``, convolutions, norms and attention arrive
+whole. What cannot run on fakes (it reads data) is run once more on a real copy; every such read is
+recorded, because one run then proves only one path.
+
+Three kinds of node stand for what plain ATen does not show:
+
+* :func:`stale_read`: a tensor that was read after another view of its storage was written to;
+* :func:`hook_read`: a value that a hook of the user's sees;
+* ``output``: everything the caller gets, or that a module keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import traceback
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normswap.errors import CaptureError, RefusedError
+from normswap.inputs import Inputs
+
+# Reads of data that carry no tag in PyTorch's own op table.
+_DATA_READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "tolist"}
+_DATA_READ_METHODS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+_HOOK_SLOTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def stale_read(value: Any, *writers: Any) -> Any:
+    """Stand-in op: ``value`` as it is read after ``writers`` wrote to its storage elsewhere."""
+    return value, writers
+
+
+def hook_read(value: Any, module: str) -> Any:
+    """Stand-in op: a hook on ``module`` sees ``value``."""
+    return value, module
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of one module: ``path`` is its canonical name, ``number`` counts its calls."""
+
+    path: str
+    number: int
+    parent: ModuleCall | None
+    module_type: type[nn.Module]
+    flags: bool = False  # called with Python values that steer it (booleans, strings)
+    reads_data: bool = False  # an input-dependent data read happened inside
+
+    def ancestors(self) -> Iterator[ModuleCall]:
+        """This call and the calls around it, innermost first."""
+        call: ModuleCall | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+@dataclass(eq=False)
+class StoredTensor:
+    """A parameter or buffer: canonical ``name``, all its ``names``, and its placeholder."""
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    persistent: bool
+    node: fx.Node | None = None
+
+    @property
+    def owner(self) -> str:
+        """The canonical name of the module that holds it."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(eq=False)
+class Capture:
+    """What one run showed.
+
+    Each node's ``meta`` holds ``shape``, ``dtype`` and ``call`` (the :class:`ModuleCall`), for a
+    placeholder ``kind`` (``"input"``, ``"tensor"`` with its :class:`StoredTensor` under
+    ``tensor``, or ``"constant"``), and for ops of a ``GraphModule`` its ``origin``
+    (module path, node name).
+    """
+
+    graph: fx.Graph
+    tensors: dict[str, StoredTensor]
+    calls: list[ModuleCall]
+    module_names: dict[str, tuple[str, ...]]
+    on_real_inputs: bool
+    data_reads: list[fx.Node] = field(default_factory=list[fx.Node])
+
+    def calls_of(self, path: str) -> list[ModuleCall]:
+        """Every call of the module with the canonical name ``path``."""
+        return [call for call in self.calls if call.path == path]
+
+
+def capture(model: nn.Module, inputs: Inputs) -> Capture:
+    """Record one run of ``model`` on ``inputs``; neither is changed.
+
+    Raises:
+        CaptureError: the model cannot be copied or does not run; names the module and the line.
+    """
+    try:
+        return _record(model, inputs, fake=True)
+    except _RunError as error:
+        if any(t.is_meta for t in model.parameters()):
+            raise error.as_capture_error("on fake tensors (the model is on the meta device)") from (
+                error.__cause__
+            )
+    try:
+        return _record(model, inputs, fake=False)
+    except _RunError as error:
+        raise error.as_capture_error("on the example inputs") from error.__cause__
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Look through ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:  # OptimizedModule, without importing torch._dynamo
+            inner = model._modules["_orig_mod"]
+            assert inner is not None
+            model = inner
+        else:
+            return model
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Tell apart the forms of a model that cannot be changed.
+
+    Raises:
+        RefusedError: ScriptModules, lazy modules before their first run, sharded or quantised
+            models; names the module or tensor and says what to do.
+    """
+    for name, module in model.named_modules():
+        where = repr(name) if name else "the model"
+        kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RefusedError(
+                f"{where} is a ScriptModule, whose code cannot be changed: pass the eager module "
+                "that it was scripted from"
+            )
+        if hasattr(kind, "has_uninitialized_params") and module.has_uninitialized_params():  # type: ignore[operator]
+            raise RefusedError(
+                f"{where} ({kind.__name__}) is lazy and has no parameters yet: run the model once "
+                "on example inputs first"
+            )
+        if kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"}:
+            raise RefusedError(f"{where} is sharded (FSDP): change the model before it is wrapped")
+        if ".quantized" in kind.__module__ and kind.__module__.startswith("torch."):
+            raise RefusedError(
+                f"{where} ({kind.__name__}) is quantised: change the model before quantisation"
+            )
+    for name, tensor in _named_tensors(model):
+        kind = type(tensor).__name__
+        if kind == "DTensor":
+            raise RefusedError(f"{name!r} is a sharded DTensor: change the model before sharding")
+        if tensor.is_quantized or kind not in {"Parameter", "Tensor", "Buffer", "FakeTensor"}:
+            raise RefusedError(
+                f"{name!r} is a {kind} of dtype {tensor.dtype}, quantised or of a class whose "
+                "arithmetic is not known: change the model before quantisation"
+            )
+
+
+def module_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Canonical (first) name of each module → all its names."""
+    first: dict[int, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        canonical = first.setdefault(id(module), name)
+        names[canonical] = (*names.get(canonical, ()), name)
+    return names
+
+
+def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
+    """Canonical (first) name of each parameter and buffer → :class:`StoredTensor`."""
+    unsaved = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    by_id: dict[int, StoredTensor] = {}
+    for name, tensor in _named_tensors(model):
+        known = by_id.get(id(tensor))
+        if known is not None:
+            known.names = (*known.names, name)
+            known.persistent = known.persistent and name not in unsaved
+            continue
+        by_id[id(tensor)] = StoredTensor(
+            name,
+            (name,),
+            tuple(tensor.shape),
+            tensor.dtype,
+            isinstance(tensor, nn.Parameter),
+            name not in unsaved,
+        )
+    return {stored.name: stored for stored in by_id.values()}
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+class _RunError(Exception):
+    """The recorded run failed inside ``call``."""
+
+    def __init__(self, call: ModuleCall | None, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.call = call
+        self.error = error
+
+    def as_capture_error(self, how: str) -> CaptureError:
+        where = "the model"
+        if self.call is not None and self.call.path:
+            where = f"{self.call.path!r} ({self.call.module_type.__name__})"
+        text = str(self.error).strip().splitlines() or [""]
+        return CaptureError(
+            f"the model does not run {how}: in {where}, {_line(self.error)}: "
+            f"{type(self.error).__name__}: {text[0]}. Pass example_inputs with which "
+            "`model(*example_inputs)` runs in eval mode"
+        )
+
+
+def _line(error: BaseException) -> str:
+    """The last line of the user's own code in the traceback of ``error``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = ("/torch/", "/normswap/")
+    for frame in reversed(frames):
+        if not any(part in frame.filename.replace("\\", "/") for part in ours):
+            return f"{frame.filename}:{frame.lineno}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown line"
+
+
+def _record(model: nn.Module, inputs: Inputs, *, fake: bool) -> Capture:
+    """One recorded run on a twin of ``model``, fake or real."""
+    stored = stored_tensors(model)
+    names = module_names(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    twin = _make_twin(model, mode)
+    hooked = {
+        name
+        for name, module in model.named_modules()
+        if any(len(getattr(module, slot, ())) for slot in _HOOK_SLOTS)
+    }
+    recorder = _Recorder(twin, stored, names, hooked, fake=fake)
+    given = inputs.map(lambda t: _fake(mode, t)) if mode is not None else inputs
+    recorder.add_inputs(given)
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode())
+        if mode is not None:
+            stack.enter_context(mode)
+        stack.enter_context(recorder)
+        stack.enter_context(_ReadWatcher(recorder))
+        try:
+            result = twin(*given.args, **given.kwargs)
+        except Exception as error:
+            raise _RunError(recorder.call, error) from error
+    return recorder.finish(result)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The attention fast path off (it bypasses modules), and no warnings from the extra run."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake tensor like ``tensor``; meta becomes cpu, so that modelling code sees a real device."""
+    if isinstance(tensor, FakeTensor):
+        tensor = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, meta, device)
+
+
+def _make_twin(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
+    memo: dict[int, Any] = {}
+    if mode is not None:
+        for _, tensor in _named_tensors(model):
+            if id(tensor) not in memo:
+                copied = _fake(mode, tensor)
+                if isinstance(tensor, nn.Parameter):
+                    copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = copied
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"the model cannot be copied ({type(error).__name__}: {error}), so it cannot be run "
+            "without touching it: make copy.deepcopy(model) work"
+        ) from error
+    for module in twin.modules():
+        # The user's hooks may have side effects; what they see is recorded as `hook_read`.
+        for slot in _HOOK_SLOTS:
+            setattr(module, slot, OrderedDict())
+        module._forward_hooks_with_kwargs = OrderedDict()
+        module._forward_pre_hooks_with_kwargs = OrderedDict()
+        module._forward_hooks_always_called = OrderedDict()
+        module._compiled_call_impl = None
+    return twin
+
+
+class _ReadWatcher(TorchFunctionMode):
+    """Notes the reads of data that never reach the dispatcher."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _DATA_READ_METHODS and args and isinstance(args[0], Tensor):
+            self.recorder.note_read([self.recorder.node_of(args[0])])
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Appends each dispatched op to a graph."""
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        stored: dict[str, StoredTensor],
+        names: dict[str, tuple[str, ...]],
+        hooked: set[str],
+        *,
+        fake: bool,
+    ) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.stored = stored
+        self.names = names
+        self.fake = fake
+        self.call: ModuleCall | None = None
+        self.calls: list[ModuleCall] = []
+        self.call_counts: dict[str, int] = {}
+        self.origin: tuple[str, str] | None = None
+        self.data_reads: list[fx.Node] = []
+        self.tainted: set[fx.Node] = set()  # depends on an input
+        self._keep: list[Any] = []  # fake tensors are kept alive, so that ids stay unique
+        self._nodes: dict[int, tuple[Callable[[], Tensor | None], fx.Node]] = {}
+        self._storages: dict[int, list[Callable[[], Tensor | None]]] = {}
+        self._stale: dict[int, list[fx.Node]] = {}
+        self._by_id = {id(t): n for n, t in _named_tensors(twin) if n in stored}
+        self._twin = twin
+        self._seen_before = {id(v) for m in twin.modules() for v in m.__dict__.values()}
+        for name, module in twin.named_modules():
+            self._follow(name, module, observed=name in hooked)
+
+    # -- module calls ---------------------------------------------------------------------------
+
+    def _follow(self, name: str, module: nn.Module, *, observed: bool) -> None:
+        if isinstance(module, fx.GraphModule):
+            _interpret(module, name, self)
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            number = self.call_counts.get(name, 0)
+            self.call_counts[name] = number + 1
+            self.call = ModuleCall(name, number, self.call, type(module))
+            self.call.flags = any(isinstance(a, (bool, str)) for a in (*args, *kwargs.values()))
+            self.calls.append(self.call)
+            if observed:
+                self._observe(name, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if observed:
+                self._observe(name, output)
+            # Calls that raised and were caught inside the model are passed over.
+            while self.call is not None and self.call.path != name:
+                self.call = self.call.parent
+            if self.call is not None:
+                self.call = self.call.parent
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True)
+
+    def _observe(self, name: str, values: Any) -> None:
+        for tensor in tensors_in(values):
+            node = self.graph.call_function(hook_read, (self.node_of(tensor), name))
+            self._describe(node, tensor)
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def add_inputs(self, inputs: Inputs) -> None:
+        for number, tensor in enumerate(tensors_in((inputs.args, inputs.kwargs))):
+            self._bind(tensor, self._placeholder(f"input_{number}", tensor, "input"))
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that stands for ``tensor`` as it is now."""
+        writers = self._stale.pop(id(tensor), None)
+        found = self._nodes.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            node = found[1]
+            if writers is None:
+                return node
+            stale = self.graph.call_function(stale_read, (node, *writers))
+            self._describe(stale, tensor)
+            self._taint(stale)
+            self._bind(tensor, stale)
+            return stale
+        name = self._by_id.get(id(tensor))
+        kind = "constant" if name is None else "tensor"
+        node = self._placeholder((name or "constant").replace(".", "_"), tensor, kind)
+        if name is not None:
+            node.meta["tensor"] = self.stored[name]
+            self.stored[name].node = node
+        self._bind(tensor, node)
+        return node
+
+    def _placeholder(self, name: str, tensor: Tensor, kind: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["kind"] = kind
+        self._describe(node, tensor)
+        if kind == "input":
+            self.tainted.add(node)
+        if kind == "constant" and not isinstance(tensor, FakeTensor) and tensor.numel() <= 1:
+            node.meta["value"] = tensor.item() if tensor.numel() else None
+        return node
+
+    def _describe(self, node: fx.Node, tensor: Tensor) -> None:
+        node.meta["shape"] = tuple(tensor.shape)
+        node.meta["dtype"] = tensor.dtype
+        node.meta["call"] = self.call
+        if self.origin is not None:
+            node.meta["origin"] = self.origin
+
+    def _bind(self, tensor: Tensor, node: fx.Node) -> None:
+        reference: Callable[[], Tensor | None]
+        if self.fake:
+            self._keep.append(tensor)
+            reference = _Strong(tensor)
+        else:
+            reference = weakref.ref(tensor)
+        known = id(tensor) in self._nodes and self._nodes[id(tensor)][0]() is tensor
+        self._nodes[id(tensor)] = (reference, node)
+        if not known:
+            self._storages.setdefault(_storage(tensor), []).append(reference)
+
+    # -- ops ------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = self._to_nodes(args)
+        named = {key: self._to_nodes(value) for key, value in kwargs.items()}
+        call = self.call
+        result = func(*args, **kwargs)
+        node = self.graph.call_function(func, operands, named)
+        node.meta["call"] = call
+        if self.origin is not None:
+            node.meta["origin"] = self.origin
+        self._taint(node)
+        if _reads_data(func, args):
+            self.note_read([node])
+        self._bind_result(node, result)
+        if func._schema.is_mutable:
+            self._note_writes(func, args, kwargs, node)
+        return result
+
+    def _to_nodes(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._to_nodes(v) for v in value)
+        return value
+
+    def _bind_result(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, Tensor):
+            node.meta["shape"], node.meta["dtype"] = tuple(result.shape), result.dtype
+            self._bind(result, node)
+        elif isinstance(result, (list, tuple)):
+            for index, value in enumerate(result):
+                if isinstance(value, Tensor):
+                    item = self.graph.call_function(operator.getitem, (node, index))
+                    self._describe(item, value)
+                    self._taint(item)
+                    self._bind(value, item)
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, node: fx.Node) -> None:
+        """The written tensor is ``node`` from now on; other views of its storage are stale."""
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in tensors_in(value):
+                self._bind(tensor, node)
+                if "shape" not in node.meta:
+                    node.meta["shape"], node.meta["dtype"] = tuple(tensor.shape), tensor.dtype
+                self._stale.pop(id(tensor), None)
+                for reference in self._storages.get(_storage(tensor), ()):
+                    other = reference()
+                    if other is not None and other is not tensor:
+                        self._stale.setdefault(id(other), []).append(node)
+
+    def _taint(self, node: fx.Node) -> None:
+        if any(argument in self.tainted for argument in node.all_input_nodes):
+            self.tainted.add(node)
+
+    def note_read(self, nodes: list[fx.Node]) -> None:
+        """Data was read; if it depends on an input, the calls around it prove one path only."""
+        tainted = [node for node in nodes if node in self.tainted]
+        if not tainted:
+            return
+        self.data_reads += tainted
+        for call in self.call.ancestors() if self.call is not None else ():
+            call.reads_data = True
+
+    def finish(self, result: Any) -> Capture:
+        kept = [t for m in self._twin.modules() for t in self._kept_by(m)]
+        seen = {id(t): t for t in (*tensors_in(result), *kept)}
+        self.graph.output(tuple(self.node_of(t) for t in seen.values()))
+        return Capture(
+            self.graph, self.stored, self.calls, self.names, not self.fake, self.data_reads
+        )
+
+    def _kept_by(self, module: nn.Module) -> Iterator[Tensor]:
+        """Tensors that the run left in attributes of a module, where the user may read them."""
+        slots = ("_modules", "_parameters", "_buffers")
+        for key, value in module.__dict__.items():
+            if key in slots or id(value) in self._seen_before:
+                continue
+            for tensor in tensors_in(value):
+                if id(tensor) in self._nodes and id(tensor) not in self._by_id:
+                    yield tensor
+        for tensor in module._buffers.values():
+            found = None if tensor is None else self._nodes.get(id(tensor))
+            if tensor is not None and found is not None and found[1].op != "placeholder":
+                yield tensor  # a buffer that the run wrote to
+
+
+class _Strong:
+    """A reference with the interface of ``weakref.ref`` that keeps its target."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+
+    def __call__(self) -> Tensor:
+        return self.target
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _reads_data(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func.overloadpacket.__name__
+    if name in _DATA_READS or torch.Tag.data_dependent_output in func.tags:
+        return True
+    if name == "index" and len(args) > 1:
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags and name != "index"
+
+
+def _interpret(module: fx.GraphModule, path: str, recorder: _Recorder) -> None:
+    """Run a ``GraphModule`` node by node, so that each recorded op knows the node it came from."""
+    import inspect
+
+    signature = inspect.signature(module.forward)
+
+    class Interpreter(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            before, recorder.origin = recorder.origin, (path, n.name)
+            try:
+                return super().run_node(n)
+            finally:
+                recorder.origin = before
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return Interpreter(module, garbage_collect_values=False).run(*bound.args)
+
+    object.__setattr__(module, "forward", forward)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor inside ``value``: containers, dataclasses and plain objects are walked."""
+    found: list[Tensor] = []
+    _walk(value, found, set())
+    return found
+
+
+def _walk(value: Any, found: list[Tensor], seen: set[int]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    if value is None or isinstance(value, (int, float, str, bool, bytes, torch.dtype, type)):
+        return
+    if id(value) in seen or isinstance(value, nn.Module) or callable(value):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        parts: Any = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = list(value)
+    elif is_dataclass(value):
+        parts = [getattr(value, f.name, None) for f in fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        _walk(part, found, seen)

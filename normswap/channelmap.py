@@ -1,0 +1,259 @@
+"""Push a map along the dataflow, against or with it, until parameters absorb it: all or nothing.
+
+:func:`push` starts from maps on some values and visits every op next to a touched value, except
+the ones that the push starts at. The table of :mod:`normswap.dataflow` says what each op asks of
+its other values; a parameter or buffer absorbs its map as an edit. The push ends when no op is
+left to visit, or is :class:`~normswap.maps.Blocked` by the first op, reader or tensor that cannot
+take its map. Since weights are values too, a value with two readers, a weight used by two calls
+and a branch that must take the same map are one question: do all asked maps agree?
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from normswap.capture import Capture, ModuleCall, StoredTensor
+from normswap.dataflow import op_name, rule_for
+from normswap.maps import Blocked, Centre, Map, Scale, Shift
+from normswap.program import Program
+
+MAX_VISITS = 20_000
+
+
+@dataclass
+class Pushed:
+    """A push that was absorbed: the map of every touched value, and the ops it visited."""
+
+    maps: dict[fx.Node, Map] = field(default_factory=dict[fx.Node, Map])
+    ops: set[fx.Node] = field(default_factory=set[fx.Node])
+
+    def tensors(self) -> Iterable[tuple[StoredTensor, Map]]:
+        """The stored tensors that absorb a map."""
+        for node, m in self.maps.items():
+            if node.meta.get("kind") == "tensor":
+                yield node.meta["tensor"], m
+
+
+@dataclass
+class _State:
+    """A partial push: maps set so far, how each visited op was settled, and what is to visit."""
+
+    maps: dict[fx.Node, Map]
+    settled: dict[fx.Node, dict[fx.Node, Map]]
+    queue: list[tuple[fx.Node, fx.Node]]  # (touched value, op next to it)
+
+    def copy(self) -> _State:
+        return _State(dict(self.maps), dict(self.settled), list(self.queue))
+
+
+class _Push:
+    def __init__(self, program: Program, starts: set[fx.Node], *, against: bool) -> None:
+        self.program = program
+        self.starts = starts
+        self.against = against
+        self.visits = 0
+
+    def solve(self, state: _State) -> _State:
+        """Visit ops until none is left; where an op leaves a choice, try each in turn."""
+        while state.queue:
+            value, op = state.queue.pop()
+            steps = self._visit(state, value, op)
+            if len(steps) == 1:
+                self._take(state, value, op, steps[0])
+                continue
+            first: Blocked | None = None
+            for step in steps:
+                trial = state.copy()
+                try:
+                    self._take(trial, value, op, step)
+                    return self.solve(trial)
+                except Blocked as blocked:
+                    first = first or blocked
+            assert first is not None
+            raise first
+        return state
+
+    def _visit(self, state: _State, value: fx.Node, op: fx.Node) -> list[list[tuple[fx.Node, Map]]]:
+        self.visits += 1
+        if self.visits > MAX_VISITS:
+            raise Blocked("op", f"more than {MAX_VISITS} ops would have to be changed together")
+        m = state.maps[value]
+        settled = state.settled.get(op)
+        if settled is not None:
+            if value in settled and settled[value].same(m):
+                return [[]]
+            raise Blocked("other-reader", f"{describe(op)} would have to take two maps at once")
+        try:
+            source = op if value is op else value
+            return rule_for(op).relate(op, source, m, self.program)
+        except Blocked as blocked:
+            raise self._explained(blocked, value, op) from None
+
+    def _explained(self, blocked: Blocked, value: fx.Node, op: fx.Node) -> Blocked:
+        """The reason with its place; against the flow, a reader that blocks is another reader."""
+        reads = value is not op and op not in _producers(value)
+        detail = f"{describe(op)}: {blocked.detail}"
+        if self.against and reads and blocked.code not in {"output", "hook", "stale-alias"}:
+            return Blocked("other-reader", f"the value is also read by {detail}")
+        return Blocked(blocked.code, detail)
+
+    def _take(
+        self, state: _State, value: fx.Node, op: fx.Node, step: list[tuple[fx.Node, Map]]
+    ) -> None:
+        if step:
+            state.settled[op] = {value: state.maps[value], **dict(step)}
+        for target, m in step:
+            self.set(state, target, m, op)
+
+    def set(self, state: _State, target: fx.Node, m: Map, origin: fx.Node | None) -> None:
+        """Give ``target`` the map that ``origin`` asks for, and queue the ops next to it."""
+        known = state.maps.get(target)
+        if known is not None:
+            if known.same(m):
+                return
+            raise Blocked(
+                "other-reader", f"{describe(target)} would have to take two different maps"
+            )
+        if target.op == "placeholder":
+            _require_absorbing(target, m)
+        state.maps[target] = m
+        ops = [*_producers(target), *target.users]
+        state.queue += [
+            (target, op)
+            for op in dict.fromkeys(_op_of(op) if op is not target else op for op in ops)
+            if op is not origin and op not in self.starts
+        ]
+
+
+def push(
+    program: Program,
+    maps: Iterable[tuple[fx.Node, Map]],
+    starts: Iterable[fx.Node],
+    *,
+    against: bool,
+) -> Pushed:
+    """Push ``maps`` from the ops ``starts`` until parameters absorb them.
+
+    Args:
+        program: where vectors are computed; no tensor of the model is assigned.
+        maps: the maps that the push begins with, on values next to ``starts``.
+        starts: ops that are not asked (they are what the maps are taken from).
+        against: whether the push goes against the flow (for the wording of a refusal).
+
+    Raises:
+        Blocked: some path ends at something that cannot take its map.
+    """
+    pushing = _Push(program, set(starts), against=against)
+    state = _State({}, {}, [])
+    for node, m in maps:
+        pushing.set(state, node, m, None)
+    state = pushing.solve(state)
+    return Pushed(state.maps, set(state.settled) | _readers(state.maps))
+
+
+def _readers(maps: Iterable[fx.Node]) -> set[fx.Node]:
+    return {op for value in maps for op in (*value.users, value)}
+
+
+def commit(program: Program, pushed: Pushed) -> None:
+    """Assign what the stored tensors become."""
+    for tensor, m in pushed.tensors():
+        current = program.current(tensor.name)
+        virtual = "virtual" in tensor.node.meta if tensor.node is not None else False
+        if virtual and current[1] == 0:
+            if isinstance(m, Scale):
+                continue  # a bias that does not exist yet is zero
+            program.assign(tensor.name, "constant", value=0.0, shape=list(tensor.shape))
+            current = program.current(tensor.name)
+        if isinstance(m, Scale):
+            program.assign(tensor.name, "scale", current, m.vector.ref, inverse=m.inverse)
+        elif isinstance(m, Shift):
+            program.assign(tensor.name, "shift", current, m.vector.ref, negative=m.negative)
+        elif isinstance(m, Centre):
+            program.assign(tensor.name, "centre", current, m.vector.ref)
+
+
+def require_one_path(capture: Capture, pushes: Iterable[Pushed]) -> None:
+    """Raise unless the recorded run proves the push for every input.
+
+    With reads of data one run shows one path. A push is sound if the innermost module call that
+    holds all of its ops reads no data inside (that call is then a fixed function of its inputs),
+    is not steered by flags, and is the only place where the touched tensors belong.
+    """
+    if not capture.data_reads:
+        return
+    pushes = list(pushes)
+    calls = [op.meta["call"] for p in pushes for op in p.ops if op.meta.get("call") is not None]
+    inner = _innermost(calls)
+    if inner is None or inner.reads_data:
+        where = "the model" if inner is None or not inner.path else repr(inner.path)
+        raise Blocked(
+            "data-dependent", f"{where} reads data, so one recorded run does not show every path"
+        )
+    if inner.flags:
+        raise Blocked("data-dependent", f"{inner.path!r} is steered by an argument")
+    prefix = f"{inner.path}." if inner.path else ""
+    for p in pushes:
+        for tensor, _ in p.tensors():
+            outside = [n for n in tensor.names if not n.startswith(prefix)]
+            if outside and len(tensor.names) > 1:
+                raise Blocked("data-dependent", f"{outside[0]!r} may be read on another path")
+
+
+def _innermost(calls: list[ModuleCall]) -> ModuleCall | None:
+    """The innermost call that is around all of ``calls``."""
+    if not calls:
+        return None
+    common = list(calls[0].ancestors())
+    for call in calls[1:]:
+        around = set(map(id, call.ancestors()))
+        common = [c for c in common if id(c) in around]
+    return common[0] if common else None
+
+
+def _op_of(node: fx.Node) -> fx.Node:
+    """The op behind a node: an item of a tuple belongs to the op that made the tuple."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return node
+
+
+def _producers(value: fx.Node) -> list[fx.Node]:
+    return [] if value.op == "placeholder" else [_op_of(value)]
+
+
+def _require_absorbing(node: fx.Node, m: Map) -> None:
+    kind = node.meta["kind"]
+    if kind == "input":
+        raise Blocked("input", "the value is an input of the model")
+    if kind == "constant":
+        raise Blocked("op", "the value is a tensor that is no parameter or buffer of the model")
+    tensor: StoredTensor = node.meta["tensor"]
+    if not tensor.dtype.is_floating_point:
+        raise Blocked("quantised", f"{tensor.name!r} is of dtype {tensor.dtype}")
+    if not tensor.persistent:
+        raise Blocked("op", f"{tensor.name!r} is a buffer that is not saved")
+    if isinstance(m, Scale) and m.inverse:
+        if not m.vector.known:
+            raise Blocked("value-unknown", f"{tensor.name!r} would be divided by unknown values")
+        if bool((m.vector.value == 0).any()):
+            raise Blocked("zero-scale", f"{tensor.name!r} would be divided by a scale of zero")
+
+
+def describe(node: fx.Node) -> str:
+    """An op or tensor in words: what it is, and the module call it ran in."""
+    if node.op == "output":
+        return "the output"
+    if node.op == "placeholder":
+        tensor = node.meta.get("tensor")
+        return f"the {node.meta['kind']}" if tensor is None else repr(tensor.name)
+    call = node.meta.get("call")
+    name = op_name(_op_of(node))
+    if call is None or not call.path:
+        return name
+    times = f" (call {call.number + 1})" if call.number else ""
+    return f"{name} in {call.path!r}{times}"

@@ -1,0 +1,432 @@
+"""The `normswap` command: arguments to the library's functions, and their report to the terminal.
+
+Data goes to standard output, everything else to standard error. Exit codes: 0 done (refused sites
+are in the report); 1 nothing could be done, something was refused under ``--strict``, or a
+verification failed (nothing is written); 2 usage; 3 unreadable or damaged input.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from normswap.verify import Verification
+
+P = ParamSpec("P")
+
+DONE, FAILED, USAGE, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 130
+
+app = typer.Typer(
+    name="normswap",
+    help="Verified model surgery on the normalisation layers of PyTorch models.",
+    epilog="Exit codes: 0 done; 1 nothing could be done or verification failed (nothing written); "
+    "2 usage; 3 unreadable or damaged input.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="Hugging Face directory, sharded directory, .safetensors, or .pt/.pth/.bin/.ckpt.",
+    ),
+]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")]
+Arch = Annotated[
+    str | None,
+    typer.Option(
+        help="Architecture, where SRC does not say it: timm:NAME, torchvision:NAME or "
+        "package.module:callable."
+    ),
+]
+ArchKwargs = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Keywords for the architecture's builder.")
+]
+InputShape = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SHAPE",
+        help="Example input of random values, like 1,3,224,224; once per positional argument; "
+        "[3,320,320] is a list of one such tensor.",
+    ),
+]
+InputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        metavar="FILE",
+        help="Example inputs: a .safetensors of tensors named like the model's keywords, or 0, 1, "
+        "… for positional arguments.",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="Convert to float32, bfloat16, float16 or float64 on loading.")
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Only norms whose name matches; may be repeated."),
+]
+ShardSize = Annotated[
+    str, typer.Option(metavar="SIZE", help="Largest weights file, like 500MB or 5GB.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST if it exists.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Export = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Also export to model.onnx or model.pt2: a bare name in DST, else a path; may be "
+        "repeated.",
+    ),
+]
+
+
+def _command(name: str) -> Callable[[Callable[P, int]], Callable[P, None]]:
+    """Register a command: its result is the exit code, its errors are one line each."""
+
+    def register(function: Callable[P, int]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                code = function(*args, **kwargs)
+            except (typer.Exit, typer.Abort, typer.BadParameter):
+                raise
+            except Exception as error:
+                if os.environ.get("NORMSWAP_DEBUG"):
+                    traceback.print_exc()
+                code = _fail(error)
+            raise typer.Exit(code)
+
+        app.command(name)(run)
+        return run
+
+    return register
+
+
+def _fail(error: Exception) -> int:
+    from normswap.checkpoint import DestinationError
+    from normswap.errors import (
+        CaptureError,
+        CheckpointError,
+        NormswapError,
+        RefusedError,
+        VerificationError,
+    )
+
+    text = " ".join(str(error).split())
+    if not isinstance(error, NormswapError):
+        text = f"unexpected {type(error).__name__}: {text} (NORMSWAP_DEBUG=1 shows where)"
+    typer.echo(f"error: {text}", err=True)
+    if isinstance(error, CheckpointError) and not isinstance(error, DestinationError):
+        return DAMAGED
+    if isinstance(error, NormswapError) and not isinstance(
+        error, (CaptureError, RefusedError, VerificationError)
+    ):
+        return USAGE
+    return FAILED
+
+
+@_command("inspect")
+def inspect_model(
+    src: Source,
+    arch: Arch = None,
+    arch_kwargs: ArchKwargs = None,
+    input_shape: InputShape = None,
+    inputs: InputFile = None,
+    where: Where = None,
+    as_json: AsJson = False,
+) -> int:
+    """List the norms of a model; functional ones only with example inputs."""
+    import normswap as ns
+
+    model = _load(src, arch, arch_kwargs)
+    sites = ns.find_norms(model, _example_inputs(input_shape, inputs))
+    if where:
+        sites = sites.where(where)
+    typer.echo(json.dumps(sites.to_dict(), indent=1) if as_json else str(sites))
+    return DONE
+
+
+@_command("fold-bn")
+def fold_bn(
+    src: Source,
+    dst: Annotated[
+        Path | None,
+        typer.Argument(metavar="DST", help="Directory to write; not needed with --dry-run."),
+    ] = None,
+    arch: Arch = None,
+    arch_kwargs: ArchKwargs = None,
+    input_shape: InputShape = None,
+    inputs: InputFile = None,
+    where: Where = None,
+    dtype: Dtype = None,
+    max_shard_size: ShardSize = "5GB",
+    export: Export = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan and report; change and write nothing.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Compare the outputs with the original's before writing.")
+    ] = True,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if any norm cannot be folded.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> int:
+    """Fold the BatchNorms of a model into the layers beside them."""
+    import normswap as ns
+    from normswap import export as exporting
+    from normswap.checkpoint import check_destination
+
+    if dst is None and not dry_run:
+        raise typer.BadParameter("DST is missing (only --dry-run goes without)")
+    targets = [Path(target) for target in export or ()]
+    if dst is not None:
+        check_destination(dst, overwrite=overwrite)
+    exporting.check_targets(targets, overwrite=overwrite)
+    examples = _example_inputs(input_shape, inputs)
+    model = _load(src, arch, arch_kwargs, _dtype(dtype))
+    if dry_run:
+        with _status("planning"):
+            report = ns.plan_fold_batchnorm(model, examples, where=where or None).report(model)
+    else:
+        with _status("folding"):
+            model, report = ns.fold_batchnorm(
+                model, examples, inplace=True, where=where or None, verify=verify, strict=strict
+            )
+    typer.echo(report.to_json() if as_json else str(report))
+    if report.plan is None or not report.plan.changed:
+        typer.echo(f"error: {src}: no norm could be folded; nothing is written", err=True)
+        return FAILED
+    if strict and report.counts.get("refused"):
+        typer.echo(f"error: {report.counts['refused']} norms are refused (--strict)", err=True)
+        return FAILED
+    if dst is None or dry_run:
+        return DONE
+    with exporting.outside_files(targets) as outside, _status("writing"):
+
+        def complete(stage: Path) -> None:
+            for target in targets:
+                exporting.export_model(model, examples, outside.get(target, stage / target.name))
+
+        ns.save(
+            model,
+            dst,
+            report,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            complete=complete,
+        )
+    return DONE
+
+
+@_command("apply")
+def apply_plan(
+    plan: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PLAN", help="A report of --dry-run --json, or a directory that normswap wrote."
+        ),
+    ],
+    src: Source,
+    dst: Destination,
+    arch: Arch = None,
+    arch_kwargs: ArchKwargs = None,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> int:
+    """Carry a plan out on files, tensor by tensor; the model is never in memory as a whole."""
+    from normswap import hub
+
+    written = hub.apply_to_directory(
+        plan,
+        src,
+        dst,
+        arch=arch,
+        arch_kwargs=_arch_kwargs(arch_kwargs),
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        progress=_progress_bar(),
+    )
+    typer.echo(f"{written.rewrite}: {len(written.mapping)} tensors rewritten, in {dst}")
+    return DONE
+
+
+@_command("verify")
+def verify_models(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The original, as SRC elsewhere.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The changed one, such as a DST.")],
+    arch: Arch = None,
+    arch_kwargs: ArchKwargs = None,
+    input_shape: InputShape = None,
+    inputs: InputFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run two models on the same inputs and compare what they compute."""
+    import normswap as ns
+
+    examples = _example_inputs(input_shape, inputs)
+    original = _load(a, arch, arch_kwargs)
+    changed = _load(b, arch, arch_kwargs)
+    with _status("comparing"):
+        check = ns.verify(original, changed, examples)
+    typer.echo(json.dumps(asdict(check), indent=1) if as_json else _verification_text(check))
+    if not check.passed:
+        typer.echo(f"error: {b} does not compute what {a} computes", err=True)
+    return DONE if check.passed else FAILED
+
+
+@_command("demo")
+def demo() -> int:
+    """Fold a small trained network, check it and time it; nothing is downloaded."""
+    from normswap import demo
+
+    demo.run()
+    return DONE
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The entry point: run the command line and exit with its code."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    # A killed run cleans up its partial directory as a failed one does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # A module of the user's in the current directory can be named by --arch.
+    if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109
+        sys.path.insert(0, "")
+    try:
+        code = app(arguments, standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:
+        # Typer's own errors (unknown option, missing argument) say their exit code.
+        if not hasattr(error, "format_message"):
+            raise
+        text = " ".join(str(error.format_message()).split())
+        typer.echo(f"error: {text}", err=True)
+        code = USAGE
+    sys.exit(code)
+
+
+def _load(
+    src: Path, arch: str | None, arch_kwargs: str | None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    keywords = _arch_kwargs(arch_kwargs)
+    from normswap.hub import load_model
+
+    with _status(f"reading {src}"):
+        model, origin = load_model(src, arch, keywords, dtype)
+    for note in origin.notes:
+        typer.echo(f"note: {note}", err=True)
+    return model
+
+
+def _arch_kwargs(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--arch-kwargs is not JSON ({error}): {text}") from error
+    if not isinstance(data, dict):
+        raise typer.BadParameter('--arch-kwargs must be a JSON object, like {"depth": 2}')
+    return data
+
+
+def _example_inputs(shapes: list[str] | None, file: Path | None) -> Any:
+    """What the options say, as the library's ``example_inputs``; None if they say nothing."""
+    if shapes and file is not None:
+        raise typer.BadParameter("give --input-shape or --inputs, not both")
+    if file is not None:
+        from normswap.tensorstore import open_store
+
+        tensors = open_store(file).read_all()
+        if all(name.isdecimal() for name in tensors):
+            return tuple(tensors[name] for name in sorted(tensors, key=int))
+        return tensors
+    if not shapes:
+        return None
+    sizes = [_shape(text) for text in shapes]
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(size, generator=generator) for size in sizes]
+    return tuple([t] if s.startswith("[") else t for s, t in zip(shapes, drawn, strict=True))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        sizes = tuple(int(part) for part in inner.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise typer.BadParameter(f"--input-shape {text!r} is not like 1,3,224,224")
+    return sizes
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    import torch
+
+    names = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    names |= {"float32": torch.float32, "float64": torch.float64}
+    if name not in names:
+        raise typer.BadParameter(f"--dtype {name!r} is not one of {', '.join(names)}")
+    return names[name]
+
+
+def _verification_text(check: Verification) -> str:
+    rows = [
+        f"{'ok  ' if run.passed else 'FAIL'} {run.inputs}, {run.dtype}: largest relative "
+        f"difference {run.max_rel:.3g} (tolerance {run.tolerance:.3g})"
+        for run in check.runs
+    ]
+    return "\n".join([*rows, "the same function" if check.passed else "NOT the same function"])
+
+
+@contextmanager
+def _status(text: str) -> Generator[None]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+def _progress_bar() -> Callable[[int], None] | None:
+    """A count of bytes on a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    bar = tqdm(unit="B", unit_scale=True, desc="writing")
+
+    def advance(nbytes: int) -> None:
+        bar.update(nbytes)
+
+    return advance

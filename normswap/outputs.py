@@ -1,0 +1,150 @@
+"""What a model returned: the tensors in it by path, and how far two such results are apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Difference", "difference", "flatten"]
+
+# Outputs below this size count as having it: what is left of a value that cancels to zero is
+# rounding, and no relative error can be told for it.
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a result is from a reference.
+
+    ``max_rel`` is ``max|a - b| / max(max|a|, 1e-12)`` of the worst tensor, at the path ``where``.
+    ``problem`` says what cannot be measured so: outputs that are missing, of another shape, or
+    not finite at other places (``kind`` tells these apart); the numbers are infinite then.
+    ``note`` names integer outputs that differ where that was allowed.
+    """
+
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    where: str = ""
+    kind: str = ""  # "structure" | "shape" | "non-finite" | "integer"
+    problem: str = ""
+    note: str = ""
+
+
+def flatten(value: Any) -> dict[str, Tensor]:
+    """Copies of the tensors and numbers in ``value`` by path, such as ``[0].logits``.
+
+    Looks into lists, tuples, mappings, dataclasses and other objects with a ``__dict__``; modules,
+    texts and ``None`` are left out. Numbers become tensors without axes.
+    """
+    return {path.lstrip("."): tensor for path, tensor in _leaves(value, "", [])}
+
+
+def _leaves(value: Any, path: str, above: list[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, _plain(value)
+    elif isinstance(value, (bool, int, float, complex)):
+        yield path, torch.tensor(value, dtype=_dtype_of(value), device="cpu")
+    elif type(value).__module__ == "numpy" and getattr(value, "dtype", "O") != "O":
+        yield path, torch.as_tensor(value).clone()
+    elif id(value) not in above:  # an object may lead back to itself
+        for name, item in _items(value):
+            yield from _leaves(item, path + name, [*above, id(value)])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return torch.cat([part.flatten() for part in tensor.unbind()])
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.layout != torch.strided:
+        return tensor.to_dense()
+    return tensor.clone()
+
+
+def _dtype_of(value: complex) -> torch.dtype:
+    if isinstance(value, (bool, int)):
+        return torch.bool if isinstance(value, bool) else torch.int64
+    return torch.float64 if isinstance(value, float) else torch.complex128
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            yield (f".{key}" if isinstance(key, str) else f"[{key!r}]"), item
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield f"[{index}]", item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield f".{field.name}", getattr(value, field.name)
+    elif not isinstance(value, (nn.Module, type)) and not callable(value):
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield f".{name}", item
+
+
+def difference(
+    reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, exact_integers: bool
+) -> Difference:
+    """How far ``other`` is from ``reference``, both from `flatten`.
+
+    With ``exact_integers`` integer and boolean outputs must be equal; else a difference is noted.
+    """
+    if reference.keys() != other.keys():
+        odd = min(reference.keys() ^ other.keys())
+        return _problem("structure", f"output {odd or 'itself'!r} is there in only one of the two")
+    worst = Difference()
+    notes: list[str] = []
+    for path, a in reference.items():
+        found = _leaf_difference(path, a, other[path])
+        if found.kind == "integer" and not exact_integers:
+            notes.append(found.problem)
+        elif found.problem:
+            return found
+        elif found.max_rel > worst.max_rel or not worst.where:
+            worst = dataclasses.replace(found, max_abs=max(found.max_abs, worst.max_abs))
+        else:
+            worst = dataclasses.replace(worst, max_abs=max(found.max_abs, worst.max_abs))
+    return dataclasses.replace(worst, note="; ".join(notes))
+
+
+def _problem(kind: str, text: str, where: str = "") -> Difference:
+    return Difference(float("inf"), float("inf"), where, kind, text)
+
+
+def _leaf_difference(path: str, a: Tensor, b: Tensor) -> Difference:
+    name = f"output {path!r}" if path else "the output"
+    if a.shape != b.shape:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        return _problem("shape", f"{name} has the shapes {shapes}", path)
+    b = b.to(a.device)
+    if not (_is_real(a) or _is_real(b)):
+        wrong = int((a != b).sum())
+        text = f"{name} differs in {wrong} of {a.numel()} integers"
+        return _problem("integer", text, path) if wrong else Difference(where=path)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    if a.numel() == 0:
+        return Difference(where=path)
+    finite = a.isfinite()
+    if not torch.equal(_kinds_of_infinite(a), _kinds_of_infinite(b)):
+        counts = f"{int((~finite).sum())} and {int((~b.isfinite()).sum())} of {a.numel()}"
+        return _problem("non-finite", f"{name} is not finite at {counts} places", path)
+    gap = torch.where(finite, a - b, 0).abs().max().item()
+    size = torch.where(finite, a, 0).abs().max().item()
+    return Difference(gap, gap / max(size, _TINY), path)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _kinds_of_infinite(tensor: Tensor) -> Tensor:
+    """0 where finite, and a number each for NaN, infinity and minus infinity."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return parts.isnan() * 1 + parts.isposinf() * 2 + parts.isneginf() * 3

@@ -1,0 +1,1 @@
+"""One file for each rewrite; each makes a `Plan`."""

@@ -1,0 +1,556 @@
+"""Fold BatchNorm in eval mode into the layers around it.
+
+A BatchNorm with stored statistics is a fixed affine map of each channel,
+
+    y = s * x + t,    s = gamma / sqrt(var + eps),    t = beta - mean * s,
+
+so it can become the identity if the map is absorbed elsewhere:
+
+* *against the flow*: whatever writes ``x`` writes ``s * x + t`` instead. For a layer ``x = W u + b``
+  that is ``W' = diag(s) W`` and ``b' = s * b + t``. The scale is pushed first, then the shift.
+* *with the flow*: whatever reads ``y`` gets ``x`` and makes up for it. For a layer ``W y + b`` that
+  is ``b' = b + W t`` (with the old ``W``) and ``W' = W diag(s)``. The shift is pushed first.
+
+Each is one push for all evaluations of the norm at once; if neither succeeds the norm stays. What
+a norm blocks may be unblocked when its neighbour has been folded, so refused norms are tried again
+as long as others succeed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from normswap.capture import (
+    Capture,
+    ModuleCall,
+    StoredTensor,
+    capture,
+    hook_read,
+    refuse_unsupported,
+)
+from normswap.channelmap import Pushed, commit, push, require_one_path
+from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, RULES, Contraction, is_stored, op_name
+from normswap.find import GraphSite, Instance, Where, batch_norms_in_graph, matcher
+from normswap.inputs import Inputs
+from normswap.maps import Blocked, Map, Scale, Shift
+from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
+from normswap.program import Program, Vector
+
+# Ops whose output may share the storage of their input.
+_VIEWS = CASTS | PERMUTATIONS | RESHAPES | {"slice", "select", "narrow", "split", "chunk", "expand"}
+# A bias counts as used by these layers' own forward; other classes must name it in theirs.
+_STOCK = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def plan_fold_batchnorm(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    where: Where = None,
+    read: Callable[[str], Tensor | None] | None = None,
+) -> Plan:
+    """Decide for every BatchNorm of ``model`` where it is folded, or why not.
+
+    Args:
+        model: the model; it is not changed and may be on the meta device.
+        inputs: example inputs for the recorded run.
+        where: which norms to fold (a glob, several, or a predicate on a ``NormSite``).
+        read: gives the values of a stored tensor by name, or ``None`` if they are not at hand;
+            by default the model's own, unless it is on the meta device. Only vectors are read.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        RefusedError: a form of model that cannot be changed.
+    """
+    refuse_unsupported(model)
+    recorded = capture(model, inputs)
+    return _Folding(model, recorded, matcher(where), read).plan()
+
+
+@dataclass
+class _Folded:
+    """A norm that became the identity: how, and the edits of structure that make it so."""
+
+    site: GraphSite
+    action: str
+    edits: list[ModuleEdit]
+    removed: list[str]
+
+
+@dataclass
+class _Folding:
+    model: nn.Module
+    capture: Capture
+    chosen: Callable[[Any], bool]
+    read: Callable[[str], Tensor | None] | None
+    folded: list[_Folded] = field(default_factory=list[_Folded])
+    refused: dict[int, Blocked] = field(default_factory=dict[int, Blocked])
+
+    def __post_init__(self) -> None:
+        self.biases = _add_virtual_biases(self.model, self.capture)
+        shapes = {t.name: t.shape for t in self.capture.tensors.values()}
+        shapes |= {name: tensor.shape for name, (tensor, _) in self.biases.items()}
+        self.program = Program(self.read or self._read, shapes.__getitem__)
+        self.sites = batch_norms_in_graph(self.model, self.capture)
+
+    def _read(self, name: str) -> Tensor | None:
+        owner, _, leaf = name.rpartition(".")
+        tensor = getattr(self.model.get_submodule(owner), leaf)
+        return None if tensor.is_meta else tensor
+
+    def plan(self) -> Plan:
+        waiting = list(self.sites)
+        while waiting:
+            left = [site for site in waiting if not self._fold(site)]
+            # A fold may have unblocked a norm next to it; without one nothing has changed.
+            retry = [s for s in left if s.blocked is None and self.chosen(s.site)]
+            if len(left) == len(waiting) or not retry:
+                break
+            waiting = retry
+        return self._collect()
+
+    # -- one norm -----------------------------------------------------------------------------
+
+    def _fold(self, site: GraphSite) -> bool:
+        """Try to fold one norm; on failure the program is as before and the reason is kept."""
+        try:
+            if site.blocked is not None:
+                raise site.blocked
+            if not self.chosen(site.site):
+                raise Blocked("where", "not selected by where=")
+            edits, removed = self._structure(site)
+            action = self._absorb(site)
+        except Blocked as blocked:
+            self.refused[id(site)] = blocked
+            return False
+        self.refused.pop(id(site), None)
+        self.folded.append(_Folded(site, action, edits, removed))
+        for instance in site.instances:
+            _bypass(self.capture.graph, instance)
+        return True
+
+    def _absorb(self, site: GraphSite) -> str:
+        """Push the norm's map one way, else the other; in words where it went."""
+        mark = self.program.mark()
+        reasons: list[Blocked] = []
+        for against in (True, False):
+            try:
+                pushes = self._push(site, against=against)
+                require_one_path(self.capture, pushes)
+                for instance in site.instances:
+                    _require_unshared_storage(instance)
+                return _describe_action(pushes, against=against)
+            except Blocked as blocked:
+                self.program.rollback(mark)
+                reasons.append(blocked)
+        back, forth = reasons
+        code = forth.code if back.code == "input" else back.code
+        raise Blocked(
+            code, f"into what writes it: {back.detail}; into what reads it: {forth.detail}"
+        )
+
+    def _push(self, site: GraphSite, *, against: bool) -> list[Pushed]:
+        scale, shift = self._vectors(site)
+        maps: list[Map]
+        if against:
+            maps = [Scale(scale), Shift(shift)]
+        else:
+            maps = [Shift(shift, negative=True), Scale(scale, inverse=True)]
+        starts = {node for instance in site.instances for node in instance.nodes}
+        pushes: list[Pushed] = []
+        for m in maps:
+            begin = [
+                (value, _on_channels(m, value))
+                for instance in site.instances
+                for value in [instance.x if against else instance.y]
+            ]
+            pushes.append(push(self.program, begin, starts, against=against))
+            commit(self.program, pushes[-1])
+        return pushes
+
+    def _vectors(self, site: GraphSite) -> tuple[Vector, Vector]:
+        """``s`` and ``t``, ``[channels]``."""
+        refs = {r: self.program.current(t.name) for r, t in site.tensors.items()}
+        size = max(site.tensors["var"].shape, default=1)
+        flat = {
+            role: ref
+            if len(site.tensors[role].shape) == 1
+            else self.program.emit("reshape", ref, shape=[size])
+            for role, ref in refs.items()
+        }
+        weight = [flat["weight"]] if "weight" in flat else []
+        bias = [flat["bias"]] if "bias" in flat else []
+        s = self.program.emit("batch_norm_scale", flat["var"], *weight, eps=site.eps)
+        t = self.program.emit("batch_norm_shift", s, flat["mean"], *bias)
+        return Vector(self.program, s, (size,)), Vector(self.program, t, (size,))
+
+    # -- structure ----------------------------------------------------------------------------
+
+    def _structure(self, site: GraphSite) -> tuple[list[ModuleEdit], list[str]]:
+        """How the folded norm is taken out of the model, and the tensors that go with it."""
+        origins = {i.y.meta["origin"] for i in site.instances if "origin" in i.y.meta}
+        edits: list[ModuleEdit] = []
+        for instance in site.instances:
+            if "origin" in instance.y.meta:
+                edits.append(self._erasing(instance))
+        if site.path is not None and not origins:
+            return [self._emptying(site)], self._tensors_below(site, keep=self._kept(site))
+        if site.path is not None and len(origins) == len(edits) and edits:
+            self._require_read_only_here(site)
+            if site.site.module is not None:
+                edits.append(self._emptying(site))
+            return edits, self._tensors_below(site, keep=())
+        if edits:
+            self._require_read_only_here(site)
+            return edits, []
+        self._require_read_only_here(site)
+        tensors = {role: t.name for role, t in site.tensors.items()}
+        return [ModuleEdit("neutralise", "", {"tensors": tensors, "eps": site.eps})], []
+
+    def _erasing(self, instance: Instance) -> ModuleEdit:
+        """The node of a ``GraphModule`` goes; its readers read its input."""
+        path, output = instance.y.meta["origin"]
+        first = min(instance.nodes, key=list(self.capture.graph.nodes).index)
+        return ModuleEdit(
+            "erase_node", path, {"output": output, "input_of": first.meta["origin"][1]}
+        )
+
+    def _emptying(self, site: GraphSite) -> ModuleEdit:
+        """The module becomes an identity, or keeps its children alone (a welded-on activation)."""
+        assert site.path is not None
+        self._require_read_only_here(site)
+        names = list(site.site.names)
+        calls = self.capture.calls_of(site.path)
+        if len(calls) != len(site.instances):
+            raise Blocked("shared", "some of its calls do something else")
+        kept = {self._children_behind(site, call, i) for call, i in zip(calls, site.instances)}
+        if len(kept) != 1:
+            raise Blocked("shared", "its calls do different things")
+        children = list(kept.pop())
+        if not children:
+            return ModuleEdit("identity", site.path, {"names": names})
+        return ModuleEdit("keep_children", site.path, {"names": names, "children": children})
+
+    def _children_behind(
+        self, site: GraphSite, call: ModuleCall, instance: Instance
+    ) -> tuple[str, ...]:
+        """The child modules that the call runs one after the other behind the norm."""
+        inside = [
+            n
+            for n in self.capture.graph.nodes
+            if n.op == "call_function" and call in _around(n) and n.target is not hook_read
+        ]
+        own = [n for n in inside if n.meta["call"] is call and n not in instance.nodes]
+        computing = [n for n in own if not _computes_tensor_only(n)]
+        children = [c for c in self.capture.calls if c.parent is call]
+        prefix = f"{call.path}." if call.path else ""
+        names = [c.path.removeprefix(prefix) for c in children]
+        direct = all("." not in n for n in names) and len(set(names)) == len(names)
+        chained = _is_chain(instance.y, children, inside)
+        if not direct or not chained or any(not _is_alias(n) for n in computing):
+            raise Blocked("op", "its module does more than the norm and an activation behind it")
+        return tuple(names)
+
+    def _kept(self, site: GraphSite) -> tuple[str, ...]:
+        edit = self._emptying(site)
+        return tuple(edit.params.get("children", ()))
+
+    def _tensors_below(self, site: GraphSite, keep: tuple[str, ...]) -> list[str]:
+        """All names of the tensors that go with the module."""
+        return [
+            name
+            for tensor in self.capture.tensors.values()
+            for name in tensor.names
+            for path in ({site.path, *site.site.names} - {None})
+            if name.startswith(f"{path}.")
+            and name.removeprefix(f"{path}.").partition(".")[0] not in keep
+        ]
+
+    def _require_read_only_here(self, site: GraphSite) -> None:
+        nodes = {n for instance in site.instances for n in instance.nodes}
+        for tensor in site.tensors.values():
+            readers = _final_readers(tensor.node)
+            outside = [r for r in readers if r not in nodes]
+            if outside:
+                raise Blocked("shared", f"{tensor.name!r} is also read elsewhere")
+
+    # -- the result ---------------------------------------------------------------------------
+
+    def _collect(self) -> Plan:
+        edits = self.program.edits()
+        plan = Plan("fold_batchnorm", fingerprint(self.model), edits)
+        used = {edit.target for edit in edits}
+        for name, (tensor, edit) in self.biases.items():
+            if name in used:
+                plan.module_edits.append(edit)
+                like = name.rpartition(".")[0] + ".weight"
+                for alias in tensor.names:
+                    plan.created[alias] = {"shape": list(tensor.shape), "like": like}
+        done = {id(f.site): f for f in self.folded}
+        for site in self.sites:
+            plan.sites.append(_outcome(site, done.get(id(site)), self.refused.get(id(site))))
+        for folded in self.folded:
+            plan.module_edits += folded.edits
+            plan.removed += [n for n in folded.removed if n not in plan.removed]
+        all_tensors = {**self.capture.tensors, **{n: t for n, (t, _) in self.biases.items()}}
+        for target, sources in self.program.stored_sources(edits).items():
+            if target in plan.removed:
+                continue
+            op = "new" if target in self.biases else "fold"
+            plan.mapping.append(MappingRow(target, sources, op, "exact"))
+            if len(all_tensors[target].names) > 1:
+                plan.aliases[target] = list(all_tensors[target].names)
+        plan.edits = [e for e in edits if e.target not in plan.removed or _is_needed(e, edits)]
+        plan.mapping += [MappingRow(name, (name,), "dropped", "exact") for name in plan.removed]
+        plan.notes += _notes(self)
+        return plan
+
+
+def _is_needed(edit: Any, edits: list[Any]) -> bool:
+    return any(edit.target in other.sources for other in edits)
+
+
+def _outcome(site: GraphSite, folded: _Folded | None, blocked: Blocked | None) -> SiteOutcome:
+    if folded is not None:
+        return SiteOutcome(
+            site.site.name, site.kind, folded.action, "exact", names=site.site.names
+        )
+    assert blocked is not None
+    return SiteOutcome(
+        site.site.name,
+        site.kind,
+        "kept",
+        "refused",
+        blocked.code,
+        blocked.detail,
+        names=site.site.names,
+    )
+
+
+def _notes(folding: _Folding) -> list[str]:
+    notes: list[str] = []
+    if folding.capture.on_real_inputs:
+        notes.append(
+            "the model reads data while it runs, so it was recorded on real inputs; norms that "
+            "other inputs could reach on another path are refused"
+        )
+    untouched = [s for s in folding.folded if _never_updated(folding, s.site)]
+    if untouched:
+        notes.append(
+            f"{len(untouched)} folded norms have statistics that were never updated "
+            "(mean 0, variance 1), as after loading no checkpoint"
+        )
+    return notes
+
+
+def _never_updated(folding: _Folding, site: GraphSite) -> bool:
+    values = [folding.program.value((site.tensors[r].name, 0)) for r in ("mean", "var")]
+    (mean, known), (var, _) = values
+    return known and bool((mean == 0).all()) and bool((var == 1).all())
+
+
+# -- graph helpers ----------------------------------------------------------------------------
+
+
+def _on_channels(m: Map, value: fx.Node) -> Map:
+    """A map on ``[channels]`` as a map on axis 1 of a value."""
+    rank = len(value.meta["shape"])
+    size = m.vector.shape[-1]
+    return m.reshape(*(size if axis == min(1, rank - 1) else 1 for axis in range(rank)))
+
+
+def _describe_action(pushes: list[Pushed], *, against: bool) -> str:
+    owners = Counter(tensor.owner for p in pushes for tensor, _ in p.tensors())
+    names = sorted(owners)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"folded {'back' if against else 'forward'} into {shown}"
+
+
+def _bypass(graph: fx.Graph, instance: Instance) -> None:
+    """What read the norm's output reads its input from now on."""
+    instance.y.replace_all_uses_with(instance.x)
+    pending = set(instance.nodes)
+    for node in reversed(list(graph.nodes)):
+        if node in pending and not node.users:
+            graph.erase_node(node)
+
+
+def _require_unshared_storage(instance: Instance) -> None:
+    """Without the norm, its output *is* its input: no in-place write may then hit the other."""
+    x, y = instance.x, instance.y
+    if x.meta["dtype"] != y.meta["dtype"]:
+        raise Blocked("op", f"it casts {x.meta['dtype']} to {y.meta['dtype']}")
+    others = [u for u in x.users if u not in instance.nodes]
+    if x.op == "placeholder" or others:
+        writer = _first_writer(y)
+        if writer is not None:
+            raise Blocked("stale-alias", f"{op_name(writer)} writes to its output in place")
+    for user in others:
+        if _writes_to(user, x):
+            raise Blocked("stale-alias", f"{op_name(user)} writes to its input in place")
+
+
+def _first_writer(value: fx.Node) -> fx.Node | None:
+    """An op that writes in place to ``value`` or to a view of it."""
+    seen, queue = {value}, [value]
+    while queue:
+        node = queue.pop()
+        for user in node.users:
+            if _writes_to(user, node):
+                return user
+            view = user.op == "call_function" and (
+                op_name(user) in _VIEWS or op_name(user) in ("getitem", "dropout")
+            )
+            if view and user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return None
+
+
+def _writes_to(op: fx.Node, value: fx.Node) -> bool:
+    if not isinstance(op.target, torch._ops.OpOverload) or not op.target._schema.is_mutable:
+        return False
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write and given is value
+        for argument, given in zip(op.target._schema.arguments, op.args, strict=False)
+    )
+
+
+def _around(node: fx.Node) -> list[ModuleCall]:
+    call = node.meta.get("call")
+    return [] if call is None else list(call.ancestors())
+
+
+def _is_alias(node: fx.Node) -> bool:
+    return op_name(node) in (CASTS | {"dropout", "getitem"})
+
+
+def _computes_tensor_only(node: fx.Node) -> bool:
+    """Whether a node depends on stored tensors and constants only (a counter, a cast weight)."""
+    sources = node.all_input_nodes
+    return all(
+        s.meta.get("kind") in ("tensor", "constant")
+        or (s.op == "call_function" and _computes_tensor_only(s))
+        for s in sources
+    )
+
+
+def _is_chain(value: fx.Node, calls: list[ModuleCall], inside: list[fx.Node]) -> bool:
+    """Whether each call reads the one value that the call before it left."""
+    for call in calls:
+        body = [n for n in inside if call in _around(n)]
+        if not body:
+            continue  # an identity, which records nothing
+        members = set(body)
+        read = {s for n in body for s in n.all_input_nodes if s not in members}
+        read = {s for s in read if s.meta.get("kind") not in ("tensor", "constant")}
+        if read != {value}:
+            return False
+        value = body[-1]
+    return True
+
+
+def _final_readers(node: fx.Node | None) -> list[fx.Node]:
+    """The readers of a stored tensor, looking through casts."""
+    if node is None:
+        return []
+    readers: list[fx.Node] = []
+    for user in node.users:
+        cast = user.op == "call_function" and op_name(user) in CASTS
+        readers += _final_readers(user) if cast and user.users else [user]
+    return readers
+
+
+# -- biases that do not exist yet --------------------------------------------------------------
+
+
+def _add_virtual_biases(
+    model: nn.Module, capture: Capture
+) -> dict[str, tuple[StoredTensor, ModuleEdit]]:
+    """Give every layer without bias one in the graph, where its owner would use it.
+
+    They are zero and exist only if a shift is pushed into them.
+    """
+    created: dict[str, tuple[StoredTensor, ModuleEdit]] = {}
+    for node in list(capture.graph.nodes):
+        rule = RULES.get(op_name(node)) if node.op == "call_function" else None
+        if not isinstance(rule, Contraction) or op_name(node) == "addmm":
+            continue
+        weight = node.args[1] if len(node.args) > 1 else None
+        if not is_stored(weight) or rule.operands(node)[2] is not None:
+            continue
+        assert isinstance(weight, fx.Node)
+        owner = weight.meta["tensor"].owner
+        edit = _bias_edit(model, node, owner, weight.meta["tensor"])
+        if edit is None:
+            continue
+        name = f"{owner}.bias" if owner else "bias"
+        if name not in created:
+            size = node.meta["shape"][rule.axes(node)[1]]
+            created[name] = _virtual(capture, name, weight, size), edit
+        elif edit.kind == "bias_node":
+            nodes = [*created[name][1].params["nodes"], *edit.params["nodes"]]
+            known = created[name]
+            created[name] = known[0], ModuleEdit(edit.kind, edit.module, {**edit.params, "nodes": nodes})
+        node.update_arg(2, created[name][0].node) if len(node.args) > 2 else _append(
+            node, created[name][0].node
+        )
+    return created
+
+
+def _append(node: fx.Node, bias: fx.Node | None) -> None:
+    node.args = (*node.args, bias)
+
+
+def _virtual(capture: Capture, name: str, weight: fx.Node, size: int) -> StoredTensor:
+    like: StoredTensor = weight.meta["tensor"]
+    with capture.graph.inserting_after(weight):
+        node = capture.graph.placeholder(name.replace(".", "_"))
+    names = tuple(n.rpartition(".")[0] + ".bias" if "." in n else "bias" for n in like.names)
+    tensor = StoredTensor(name, names, (size,), like.dtype, True, True, node)
+    node.meta.update(
+        kind="tensor", tensor=tensor, virtual=True, shape=(size,), dtype=like.dtype, call=None
+    )
+    return tensor
+
+
+def _bias_edit(
+    model: nn.Module, node: fx.Node, owner: str, weight: StoredTensor
+) -> ModuleEdit | None:
+    """How a bias would be added, or ``None`` where it would not be used."""
+    call = node.meta.get("call")
+    module = model.get_submodule(owner)
+    if call is not None and call.path == owner and type(module) is not fx.GraphModule:
+        parameters = module._parameters
+        unused = "bias" in parameters and parameters["bias"] is None
+        return ModuleEdit("add_bias", owner, {"weight": weight.name}) if unused and _uses_bias(
+            module
+        ) else None
+    if "origin" not in node.meta or hasattr(module, "bias"):
+        return None
+    path, name = node.meta["origin"]
+    parent = model.get_submodule(path)
+    inside = isinstance(parent, fx.GraphModule) and any(
+        n.name == name and n.op == "call_function" for n in parent.graph.nodes
+    )
+    if not inside:
+        return None
+    params = {"nodes": [name], "owner": owner, "weight": weight.name}
+    return ModuleEdit("bias_node", path, params)
+
+
+def _uses_bias(module: nn.Module) -> bool:
+    forward = type(module).forward
+    if any(forward is stock.forward for stock in _STOCK):
+        return True
+    code = getattr(forward, "__code__", None)
+    return code is not None and "bias" in code.co_names

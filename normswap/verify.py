@@ -1,0 +1,489 @@
+"""Run the original and the changed model side by side and decide whether they agree.
+
+Two questions, on two sets of inputs:
+
+* *Is the algebra right?* Both run in true float64 (:mod:`normswap.precision`), where a right
+  rewrite differs by 1e-12 or so, and a wrong one by far more than 1e-7.
+* *Does it hold in the model's own dtype?* Rounding alone moves the outputs of a model, those of a
+  deep one a lot. So no fixed bound: the changed model may differ from the original by a few times
+  as much as the original differs from its own float64 result.
+
+A model in training mode is verified in evaluation mode, which is what a rewrite is exact for; in a
+model in evaluation mode, parts that are in training mode stay so. Modes, buffers, attributes and
+random states are put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.inputs import Inputs, concrete, resolve_inputs, vary_inputs
+from normswap.outputs import Difference, difference, flatten
+from normswap.precision import rounding_noise, true_float64
+
+__all__ = ["Run", "Verification", "verify"]
+
+# Float64 against float64: between the 1e-9 to which deep nets amplify rounding and the smallest
+# error of a wrong rewrite (an eps of 1e-6 in place of 1e-5 shows as some 1e-6).
+FLOAT64_TOLERANCE = 1e-7
+# Two right roundings of one computation differ by up to twice the larger error; 8 leaves room
+# for an original that happened to round well.
+ROUNDING_FACTOR = 8.0
+# In units of roundoff, and added: small nets may round without any error.
+ROUNDING_FLOOR = 8.0
+# Where rounding in float64 moves the outputs by more than this, agreement would prove nothing.
+AMPLIFICATION_LIMIT = 1e-3
+NEGLIGIBLE = 1e-9  # ... unless the outputs are themselves what is left of a cancellation
+NOISE_SAMPLES = 3
+SITE_BYTES = 2**30  # outputs of sites that are kept to be compared
+
+
+@dataclass(frozen=True)
+class Run:
+    """Both models on one set of inputs in one dtype.
+
+    ``dtype`` is ``"float64"`` for true float64, else the model's own (``"float32"``, or
+    ``"bfloat16/float32"``). ``max_rel`` is ``max|a - b| / max(max|a|, 1e-12)`` of the worst output
+    tensor. A run that was not possible is ``skipped`` with the reason, and ``passed`` is false.
+    ``detail`` says why a run failed, or what else was seen.
+    """
+
+    inputs: str
+    dtype: str
+    max_abs: float
+    max_rel: float
+    tolerance: float
+    passed: bool
+    skipped: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The verdict over all runs, with the numbers of the worst one (of float64 if it ran).
+
+    ``level``: ``"model"`` if whole models were compared, ``"site"`` if only single layers were,
+    ``"none"`` if nothing could be run. ``site_errors``: relative difference of the outputs of
+    each requested module that was called in both models; infinite where they cannot be compared.
+    """
+
+    passed: bool
+    level: str
+    max_abs: float
+    max_rel: float
+    tolerance: float
+    dtype: str
+    runs: tuple[Run, ...] = ()
+    site_errors: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def verify(
+    original: nn.Module,
+    changed: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    sites: Collection[str] = (),
+    tolerance: float | None = None,
+    float64_pair: tuple[nn.Module, nn.Module] | None = None,
+) -> Verification:
+    """Compare two models on the given inputs and on a variation of them, without touching either.
+
+    Args:
+        original: the model that is right by definition.
+        changed: the model to check.
+        example_inputs: see :func:`normswap.inputs.normalise_inputs`; ``None`` to build them from
+            what ``original`` says of itself.
+        example_kwargs: further keyword arguments.
+        sites: names of modules of both models whose outputs are compared too.
+        tolerance: the largest relative difference to accept in every run, for changes that are
+            not exact.
+        float64_pair: the two models with weights held in float64, to be used for the float64
+            runs: weights that were computed in float64 and then stored in float32 do not agree to
+            1e-12. Without it the float64 runs allow for that one rounding.
+
+    Raises:
+        NormswapError: there are no inputs and none can be derived, or they are malformed.
+    """
+    inputs = concrete(resolve_inputs(original, example_inputs, example_kwargs))
+    pair = _Pair(original, changed, float64_pair, tolerance)
+    blocked = pair.cannot_run()
+    if blocked:
+        return _verdict([_skipped(inputs, pair.own_dtype, blocked)], {})
+    watch = _SiteWatch(sites)
+    first = _run_all(pair, inputs, watch)
+    assert first is not None
+    runs = _judge(pair, inputs, first)
+    if all(run.skipped for run in runs):
+        return _verdict(runs, {})
+    for candidate in vary_inputs(inputs, seed=0):
+        second = _run_all(pair, candidate, None, as_before=first)
+        if second is not None:
+            runs += _judge(pair, candidate, second)
+            break
+    return _verdict(runs, watch.errors)
+
+
+class _Pair:
+    """The two models and how they are to be compared."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        changed: nn.Module,
+        float64_pair: tuple[nn.Module, nn.Module] | None,
+        tolerance: float | None,
+    ) -> None:
+        self.original, self.changed = original, changed
+        self.original64, self.changed64 = float64_pair or (original, changed)
+        self.has_float64_pair = float64_pair is not None
+        self.tolerance = tolerance
+        dtypes = {p.dtype for model in (original, changed) for p in model.parameters()}
+        dtypes = {d for d in dtypes if d.is_floating_point or d.is_complex} or {torch.float32}
+        self.own_dtype = "/".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        self.roundoff = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+        # The true float64 run is then the run in the model's own dtype too.
+        self.is_float64 = dtypes <= {torch.float64, torch.complex128}
+
+    @property
+    def stored_in_float64(self) -> bool:
+        """Whether the weights of the float64 runs were never rounded to a lower precision."""
+        return self.has_float64_pair or self.is_float64
+
+    def cannot_run(self) -> str | None:
+        """Why nothing can be computed, if so."""
+        for model in (self.original, self.changed):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if tensor.is_meta:
+                    return f"{name!r} is on the meta device and has no values to compute with"
+        return None
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one run gave: outputs by path, or the error."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    """Both models on the same inputs, in their own dtype and in float64."""
+
+    original: _Outcome
+    changed: _Outcome
+    original64: _Outcome
+    changed64: _Outcome
+
+
+def _run_all(
+    pair: _Pair, inputs: Inputs, watch: _SiteWatch | None, as_before: _Outcomes | None = None
+) -> _Outcomes | None:
+    """Run both models in both ways; ``None`` if the original does not run ``as_before``."""
+    original = _Outcome(error="float64 is its own dtype")
+    changed = original
+    if not pair.is_float64:
+        original = _attempt(pair.original, inputs)
+        if as_before is not None and original.error and not as_before.original.error:
+            return None
+    double = _in_float64(inputs) if pair.has_float64_pair else inputs
+    with watch.recording(pair.original64) if watch else nullcontext():
+        original64 = _attempt(pair.original64, double, true_float64())
+    if as_before is not None and original64.error and not as_before.original64.error:
+        return None
+    if not original.error:
+        changed = _attempt(pair.changed, inputs)
+    changed64 = original64
+    if not original64.error:
+        with watch.comparing(pair.changed64) if watch else nullcontext():
+            changed64 = _attempt(pair.changed64, double, true_float64())
+    return _Outcomes(original, changed, original64, changed64)
+
+
+def _in_float64(inputs: Inputs) -> Inputs:
+    """Models held in float64 may compare the dtype of an input to that of a weight."""
+    return inputs.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def _attempt(
+    model: nn.Module, inputs: Inputs, arithmetic: AbstractContextManager[None] | None = None
+) -> _Outcome:
+    """One run, in the model's own dtype unless ``arithmetic`` says otherwise."""
+    given = copy.deepcopy(inputs.map(Tensor.detach))  # models write to inputs, caches grow
+    tensors = (*model.parameters(), *model.buffers(), *given.tensors())
+    with _undisturbed(model), _fixed_randomness({t.device for t in tensors}), ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(arithmetic or torch.no_grad())
+        try:
+            return _Outcome(flatten(model(*given.args, **given.kwargs)))
+        except Exception as error:  # of any kind: the code is the user's
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            return _Outcome(error=f"{type(error).__name__}: {first_line}")
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Generator[None]:
+    """Put back what a forward pass may change: modes, attributes, containers, buffers."""
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    containers = [
+        (value, copy.copy(value))
+        for values in attributes
+        for value in values.values()
+        if isinstance(value, (dict, list, set))
+    ]
+    tensors = [(tensor, tensor.detach().clone()) for tensor in _written_in_forward(model)]
+    try:
+        if model.training:
+            for module in modules:  # not `.eval()`, which classes override to merge weights
+                module.training = False
+        yield
+    finally:
+        for module, values in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(values)
+        for container, before in containers:
+            _restore(container, before)
+        with torch.no_grad():
+            for tensor, before in tensors:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+def _written_in_forward(model: nn.Module) -> list[Tensor]:
+    """Buffers, and the embeddings that are renormalised in place when they are read."""
+    renormalised = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
+    weights = [p for module in renormalised for p in module.parameters(recurse=False)]
+    return [*model.buffers(), *weights]
+
+
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, list):
+        container[:] = before
+    else:
+        container.clear()
+        container.update(before)
+
+
+@contextmanager
+def _fixed_randomness(devices: set[torch.device]) -> Generator[None]:
+    """The same random numbers in every run, and the caller's states afterwards."""
+    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    numpy_random: Any = getattr(sys.modules.get("numpy"), "random", None)
+    states = random.getstate(), numpy_random.get_state() if numpy_random else None
+    with torch.random.fork_rng(devices=cuda):
+        # `torch.manual_seed` would seed accelerators that this run does not use.
+        torch.default_generator.manual_seed(0)
+        for index in cuda:
+            torch.cuda.default_generators[index].manual_seed(0)
+        random.seed(0)
+        if numpy_random:
+            numpy_random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy_random:
+                numpy_random.set_state(states[1])
+
+
+class _SiteWatch:
+    """Compares the outputs of modules by temporary hooks: first one model runs, then the other."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.errors: dict[str, float] = {}
+        self._names = names
+        self._stored: dict[str, list[dict[str, Tensor]]] = {}
+        self._room = SITE_BYTES
+
+    @contextmanager
+    def recording(self, model: nn.Module) -> Generator[None]:
+        """Store what each site of ``model`` returns, as long as there is room."""
+
+        def store(name: str, output: Any) -> None:
+            outputs = flatten(output)
+            self._room -= sum(tensor.nbytes for tensor in outputs.values())
+            if self._room >= 0:
+                self._stored.setdefault(name, []).append(outputs)
+
+        with self._hooks(model, store):
+            yield
+
+    @contextmanager
+    def comparing(self, model: nn.Module) -> Generator[None]:
+        """Compare what each site of ``model`` returns with what was stored, call by call."""
+
+        def measure(name: str, output: Any) -> None:
+            calls = self._stored.get(name)
+            if calls:
+                found = difference(calls.pop(0), flatten(output), exact_integers=False)
+                self.errors[name] = max(self.errors.get(name, 0.0), found.max_rel)
+
+        with self._hooks(model, measure):
+            yield
+
+    @contextmanager
+    def _hooks(self, model: nn.Module, fn: Callable[[str, Any], None]) -> Generator[None]:
+        modules = dict(model.named_modules(remove_duplicate=False))
+
+        def hook_for(name: str) -> Callable[..., None]:
+            return lambda _module, _args, output: fn(name, output)
+
+        handles = [
+            modules[name].register_forward_hook(hook_for(name))
+            for name in self._names
+            if name in modules
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+# -- judging --------------------------------------------------------------------------------------
+
+
+def _judge(pair: _Pair, inputs: Inputs, outcomes: _Outcomes) -> list[Run]:
+    in_float64 = _judge_float64(pair, inputs, outcomes)
+    if pair.is_float64:
+        return [in_float64]
+    return [in_float64, _judge_own(pair, inputs, outcomes, in_float64.passed)]
+
+
+def _judge_float64(pair: _Pair, inputs: Inputs, outcomes: _Outcomes) -> Run:
+    a, b = outcomes.original64, outcomes.changed64
+    if a.error:
+        return _skipped(inputs, "float64", f"the original does not run in float64: {a.error}")
+    if b.error:
+        return _failed(inputs, "float64", f"the changed model does not run: {b.error}")
+    # Weights that were rounded once may decide an argmax the other way.
+    found = difference(a.outputs, b.outputs, exact_integers=pair.stored_in_float64)
+    if pair.tolerance is not None:
+        return _measured(inputs, "float64", found, pair.tolerance)
+    if pair.stored_in_float64:
+        tolerance, roundoff = FLOAT64_TOLERANCE, torch.finfo(torch.float64).eps / 2
+    else:
+        # The weights of the changed model were rounded once. Each op of the original in its own
+        # dtype rounds likewise, so the error that this makes says how much one may expect.
+        tolerance, roundoff = _rounding_bound(pair, _rounding_error(outcomes)), pair.roundoff
+    if not found.problem and found.max_rel > tolerance:
+        tolerance = max(tolerance, _noise_bound(pair, inputs, outcomes, found, roundoff))
+    return _measured(inputs, "float64", found, tolerance)
+
+
+def _judge_own(pair: _Pair, inputs: Inputs, outcomes: _Outcomes, right_in_float64: bool) -> Run:
+    a, b = outcomes.original, outcomes.changed
+    dtype = pair.own_dtype
+    if a.error:
+        return _skipped(inputs, dtype, f"the original does not run in {dtype}: {a.error}")
+    if b.error:
+        return _failed(inputs, dtype, f"the changed model does not run: {b.error}")
+    found = difference(a.outputs, b.outputs, exact_integers=False)
+    if pair.tolerance is not None:
+        return _measured(inputs, dtype, found, pair.tolerance)
+    error = _rounding_error(outcomes)
+    if error is not None and math.isinf(error):
+        # The original itself does not keep to its float64 result.
+        reason = f"in {dtype} the original does not give what it gives in float64"
+        return _skipped(inputs, dtype, f"{reason}: it overflows, or sizes depend on rounding")
+    if found.kind == "shape" and right_in_float64:
+        return _skipped(
+            inputs, dtype, f"the sizes depend on the data and rounding: {found.problem}"
+        )
+    tolerance = _rounding_bound(pair, error)
+    if not found.problem and found.max_rel > tolerance:
+        tolerance = max(tolerance, _noise_bound(pair, inputs, outcomes, found, pair.roundoff))
+    return _measured(inputs, dtype, found, tolerance)
+
+
+def _rounding_error(outcomes: _Outcomes) -> float | None:
+    """How far the original is from its own float64 result; ``None`` if one of the two failed."""
+    exact, rounded = outcomes.original64, outcomes.original
+    if exact.error or rounded.error:
+        return None
+    return difference(exact.outputs, rounded.outputs, exact_integers=False).max_rel
+
+
+def _rounding_bound(pair: _Pair, error: float | None) -> float:
+    if error is None or math.isinf(error):
+        return math.sqrt(pair.roundoff)  # half of the digits: all that can be said without one
+    return ROUNDING_FACTOR * error + ROUNDING_FLOOR * pair.roundoff
+
+
+def _noise_bound(
+    pair: _Pair, inputs: Inputs, outcomes: _Outcomes, found: Difference, roundoff: float
+) -> float:
+    """What random rounding of the original explains, asked before a run is called wrong.
+
+    One rounding is one sample, and a lucky one for a model with few outputs. A difference that
+    only saturated noise explains is not excused.
+    """
+    exact = outcomes.original64
+    if exact.error:
+        return 0.0
+    double = _in_float64(inputs) if pair.has_float64_pair else inputs
+    worst = Difference()
+    for seed in range(NOISE_SAMPLES):
+        noisy = _attempt(pair.original64, double, rounding_noise(roundoff, seed))
+        if noisy.error:
+            return 0.0
+        moved = difference(exact.outputs, noisy.outputs, exact_integers=False)
+        if not moved.problem and moved.max_rel > worst.max_rel:
+            worst = moved
+    saturated = worst.max_rel > AMPLIFICATION_LIMIT and found.max_abs > NEGLIGIBLE
+    return 0.0 if pair.stored_in_float64 and saturated else ROUNDING_FACTOR * worst.max_rel
+
+
+def _measured(inputs: Inputs, dtype: str, found: Difference, tolerance: float) -> Run:
+    passed = not found.problem and found.max_rel <= tolerance
+    detail = found.problem or found.note
+    if not passed and not found.problem:
+        detail = f"output {found.where!r} differs" if found.where else "the output differs"
+    return Run(
+        inputs.describe(), dtype, found.max_abs, found.max_rel, tolerance, passed, detail=detail
+    )
+
+
+def _failed(inputs: Inputs, dtype: str, detail: str) -> Run:
+    return Run(inputs.describe(), dtype, math.inf, math.inf, 0.0, False, detail=detail)
+
+
+def _skipped(inputs: Inputs, dtype: str, reason: str) -> Run:
+    return Run(inputs.describe(), dtype, math.inf, math.inf, 0.0, False, skipped=reason)
+
+
+def _verdict(runs: list[Run], site_errors: Mapping[str, float]) -> Verification:
+    done = [run for run in runs if not run.skipped]
+    if not done:
+        dtype = runs[-1].dtype
+        return Verification(False, "none", math.inf, math.inf, 0.0, dtype, tuple(runs))
+    telling = [run for run in done if not run.passed]
+    telling = telling or [run for run in done if run.dtype == "float64"] or done
+    worst = max(telling, key=lambda run: run.max_rel / max(run.tolerance, sys.float_info.min))
+    return Verification(
+        all(run.passed for run in done),
+        "model",
+        worst.max_abs,
+        worst.max_rel,
+        worst.tolerance,
+        worst.dtype,
+        tuple(runs),
+        dict(site_errors),
+    )
