@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.apply import apply_with_undo, roll_back
+from normswap.copying import copy_model
 from normswap.capture import capture, refuse_unsupported, unwrap
 from normswap.errors import NormswapError, RefusedError, VerificationError
 from normswap.find import NormSite, NormSites, Where, batch_norms_in_graph, find_batch_norms
@@ -127,7 +127,7 @@ def carry_out(
     if inplace and any(edit.module == "" and edit.kind == "identity" for edit in plan.module_edits):
         raise NormswapError("the model itself is the norm: inplace=True cannot replace it")
     verifiable = check and plan.changed and not any(t.is_meta for t in inner.parameters())
-    original = copy.deepcopy(inner) if inplace and verifiable else inner
+    original = copy_model(inner) if inplace and verifiable else inner
     changed, undo = apply_with_undo(plan, inner, inplace=inplace)
     verification = None
     if verifiable:
@@ -161,7 +161,7 @@ def _require_answers(plan: Plan, model: nn.Module, *, strict: bool) -> None:
 
 def _verified(plan: Plan, original: nn.Module, changed: nn.Module, inputs: Inputs) -> Verification:
     """Both models in their own dtype, and the same plan on float64 copies in true float64."""
-    exact = copy.deepcopy(original).to(torch.float64)
+    exact = copy_model(original).to(torch.float64)
     exact_changed, _ = apply_with_undo(plan, exact, inplace=False)
     sites = [s.name for s in plan.sites if s.status == "exact" and "folded back" in s.action]
     return verify(

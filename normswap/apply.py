@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
+from normswap.copying import copy_model
 from normswap.edits import Undo, apply_module_edits
 from normswap.errors import NormswapError
 from normswap.plan import Plan, fingerprint
@@ -26,7 +25,7 @@ def apply_plan(plan: Plan, model: nn.Module, *, inplace: bool = False) -> nn.Mod
 def apply_with_undo(plan: Plan, model: nn.Module, *, inplace: bool) -> tuple[nn.Module, Undo]:
     """As :func:`apply_plan`, with what takes an in-place change back."""
     _require_fit(plan, model)
-    target = model if inplace else copy.deepcopy(model)
+    target = model if inplace else copy_model(model)
     undo: Undo = []
     try:
         _add_biases(plan, target, undo)
@@ -86,10 +85,11 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
 
     def write(name: str, value: Tensor) -> None:
         tensor = read(name)
+        old = tensor.data
         if undo is not None:
-            old = tensor.detach().clone()
-            undo.append(lambda: _set(tensor, old))
-        _set(tensor, value)
+            undo.append(lambda: setattr(tensor, "data", old))
+        # New storage: another model may share the old one.
+        tensor.data = torch.empty_like(old).copy_(value)
         if tensor.dtype != torch.float64 and not bool(torch.isfinite(tensor).all()):
             if bool(torch.isfinite(value).all()):
                 raise NormswapError(
@@ -98,8 +98,3 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
                 )
 
     run_edits(plan.edits, read, write)
-
-
-def _set(tensor: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)

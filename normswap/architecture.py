@@ -25,6 +25,8 @@ from normswap.errors import CheckpointError, NormswapError, RefusedError
 from normswap.plan import Plan, fingerprint
 from normswap.tensorstore import first_line, read_json
 
+# Attributes of a model that are no part of what it computes.
+_NO_CONFIGURATION = ("training", "name_or_path")
 _FORMS = "timm:NAME, torchvision:NAME or package.module:callable"
 
 
@@ -308,10 +310,10 @@ def _turns_into(built: nn.Module, model: nn.Module, plans: Sequence[Plan]) -> bo
         if fingerprint(built) != plan.fingerprint:
             return False
         built = restructure(built, plan)
-    return _configuration(built) == _configuration(model)
+    return configuration(built) == configuration(model)
 
 
-def _configuration(model: nn.Module) -> list[object]:
+def configuration(model: nn.Module) -> list[object]:
     """What the modules are, and their plain attributes: strides, eps, rates, flags."""
     return [
         (name, type(module), module.extra_repr(), _plain_attributes(module))
@@ -323,7 +325,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training" and _is_plain(value)
+        if not name.startswith("_") and name not in _NO_CONFIGURATION and _is_plain(value)
     }
 
 

@@ -15,7 +15,6 @@ Three kinds of node stand for what plain ATen does not show:
 
 from __future__ import annotations
 
-import copy
 import operator
 import traceback
 import warnings
@@ -32,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from normswap.copying import copy_model
 from normswap.errors import CaptureError, RefusedError
 from normswap.inputs import Inputs
 
@@ -81,6 +81,7 @@ class StoredTensor:
     is_parameter: bool
     persistent: bool
     node: fx.Node | None = None
+    overlaps: str | None = None  # another tensor, not the same one, that shares its memory
 
     @property
     def owner(self) -> str:
@@ -130,7 +131,14 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Look through ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
+    """Look through ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``.
+
+    Raises:
+        RefusedError: ``model`` is no ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        hint = " (for a torch.export program, its module())" if hasattr(model, "module") else ""
+        raise RefusedError(f"expected a torch.nn.Module, got {type(model).__name__}: pass one{hint}")
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
@@ -211,7 +219,19 @@ def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
             isinstance(tensor, nn.Parameter),
             name not in unsaved,
         )
+    _mark_overlaps(model, by_id)
     return {stored.name: stored for stored in by_id.values()}
+
+
+def _mark_overlaps(model: nn.Module, by_id: dict[int, StoredTensor]) -> None:
+    """Distinct tensors in one storage (views of each other): an edit of one would hit the other."""
+    first: dict[int, StoredTensor] = {}
+    for _, tensor in _named_tensors(model):
+        stored = by_id[id(tensor)]
+        pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        other = first.setdefault(pointer, stored)
+        if pointer and other is not stored:
+            stored.overlaps, other.overlaps = other.name, stored.name
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -312,7 +332,7 @@ def _make_twin(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
                     copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = copied
     try:
-        twin = copy.deepcopy(model, memo)
+        twin = copy_model(model, memo)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be copied ({type(error).__name__}: {error}), so it cannot be run "

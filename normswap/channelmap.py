@@ -45,15 +45,19 @@ class _State:
     maps: dict[fx.Node, Map]
     settled: dict[fx.Node, dict[fx.Node, Map]]
     queue: list[tuple[fx.Node, fx.Node]]  # (touched value, op next to it)
+    detours: dict[fx.Node, str]  # values reached through another reader, and the reason's code
 
     def copy(self) -> _State:
-        return _State(dict(self.maps), dict(self.settled), list(self.queue))
+        return _State(dict(self.maps), dict(self.settled), list(self.queue), dict(self.detours))
 
 
 class _Push:
-    def __init__(self, program: Program, starts: set[fx.Node], *, against: bool) -> None:
+    def __init__(
+        self, program: Program, starts: set[fx.Node], fixed: set[fx.Node], *, against: bool
+    ) -> None:
         self.program = program
         self.starts = starts
+        self.fixed = fixed
         self.against = against
         self.visits = 0
 
@@ -86,31 +90,70 @@ class _Push:
         if settled is not None:
             if value in settled and settled[value].same(m):
                 return [[]]
-            raise Blocked("other-reader", f"{describe(op)} would have to take two maps at once")
+            raise self._on_detour(
+                self._detour(state, value, op) or "other-reader",
+                "other-reader",
+                f"{describe(op)} would have to take two maps at once",
+            )
         try:
             source = op if value is op else value
             return rule_for(op).relate(op, source, m, self.program)
         except Blocked as blocked:
-            raise self._explained(blocked, value, op) from None
+            raise self._explained(state, blocked, value, op) from None
 
-    def _explained(self, blocked: Blocked, value: fx.Node, op: fx.Node) -> Blocked:
-        """The reason with its place; against the flow, a reader that blocks is another reader."""
-        reads = value is not op and op not in _producers(value)
+    def _explained(self, state: _State, blocked: Blocked, value: fx.Node, op: fx.Node) -> Blocked:
+        """The reason with its place and, off the straight way, how the push got there."""
+        if op in _producers(value) and _is_computed_from_weights(op):
+            return Blocked(
+                "parametrised",
+                f"a weight is computed ({describe(op)}), not stored: {blocked.detail}",
+            )
         detail = f"{describe(op)}: {blocked.detail}"
-        if self.against and reads and blocked.code not in {"output", "hook", "stale-alias"}:
-            return Blocked("other-reader", f"the value is also read by {detail}")
-        return Blocked(blocked.code, detail)
+        direct = value not in state.detours and value.op != "placeholder"
+        if direct and blocked.code in {"output", "hook", "stale-alias"}:
+            return Blocked(blocked.code, detail)
+        return self._on_detour(self._detour(state, value, op), blocked.code, detail)
+
+    def _detour(self, state: _State, value: fx.Node, op: fx.Node) -> str | None:
+        """Why going from ``value`` to ``op`` leaves the straight way, if it does."""
+        if value in state.detours:
+            return state.detours[value]
+        if op is value or op in _producers(value):
+            return None
+        if value.op == "placeholder":
+            return "shared"
+        return "other-reader" if self.against else None
+
+    def _on_detour(self, detour: str | None, code: str, detail: str) -> Blocked:
+        if detour == "shared":
+            return Blocked("shared", f"a weight is used by another call too; there, {detail}")
+        if detour == "other-reader":
+            return Blocked("other-reader", f"a value is read elsewhere too; there, {detail}")
+        return Blocked(code, detail)
 
     def _take(
         self, state: _State, value: fx.Node, op: fx.Node, step: list[tuple[fx.Node, Map]]
     ) -> None:
         if step:
             state.settled[op] = {value: state.maps[value], **dict(step)}
+        detour = self._detour(state, value, op)
         for target, m in step:
-            self.set(state, target, m, op)
+            try:
+                self.set(state, target, m, op, detour)
+            except Blocked as blocked:
+                raise self._on_detour(detour, blocked.code, blocked.detail) from None
 
-    def set(self, state: _State, target: fx.Node, m: Map, origin: fx.Node | None) -> None:
+    def set(
+        self,
+        state: _State,
+        target: fx.Node,
+        m: Map,
+        origin: fx.Node | None,
+        detour: str | None = None,
+    ) -> None:
         """Give ``target`` the map that ``origin`` asks for, and queue the ops next to it."""
+        if target in self.fixed:
+            raise Blocked("other-reader", f"{describe(target)} must stay as it is")
         known = state.maps.get(target)
         if known is not None:
             if known.same(m):
@@ -121,6 +164,8 @@ class _Push:
         if target.op == "placeholder":
             _require_absorbing(target, m)
         state.maps[target] = m
+        if detour is not None:
+            state.detours[target] = detour
         ops = [*_producers(target), *target.users]
         state.queue += [
             (target, op)
@@ -133,6 +178,7 @@ def push(
     program: Program,
     maps: Iterable[tuple[fx.Node, Map]],
     starts: Iterable[fx.Node],
+    fixed: Iterable[fx.Node],
     *,
     against: bool,
 ) -> Pushed:
@@ -142,13 +188,14 @@ def push(
         program: where vectors are computed; no tensor of the model is assigned.
         maps: the maps that the push begins with, on values next to ``starts``.
         starts: ops that are not asked (they are what the maps are taken from).
+        fixed: values that the push must leave as they are (on the far side of ``starts``).
         against: whether the push goes against the flow (for the wording of a refusal).
 
     Raises:
         Blocked: some path ends at something that cannot take its map.
     """
-    pushing = _Push(program, set(starts), against=against)
-    state = _State({}, {}, [])
+    pushing = _Push(program, set(starts), set(fixed), against=against)
+    state = _State({}, {}, [], {})
     for node, m in maps:
         pushing.set(state, node, m, None)
     state = pushing.solve(state)
@@ -233,6 +280,8 @@ def _require_absorbing(node: fx.Node, m: Map) -> None:
     if kind == "constant":
         raise Blocked("op", "the value is a tensor that is no parameter or buffer of the model")
     tensor: StoredTensor = node.meta["tensor"]
+    if tensor.overlaps is not None:
+        raise Blocked("shared", f"{tensor.name!r} shares its memory with {tensor.overlaps!r}")
     if not tensor.dtype.is_floating_point:
         raise Blocked("quantised", f"{tensor.name!r} is of dtype {tensor.dtype}")
     if not tensor.persistent:
@@ -242,6 +291,16 @@ def _require_absorbing(node: fx.Node, m: Map) -> None:
             raise Blocked("value-unknown", f"{tensor.name!r} would be divided by unknown values")
         if bool((m.vector.value == 0).any()):
             raise Blocked("zero-scale", f"{tensor.name!r} would be divided by a scale of zero")
+
+
+def _is_computed_from_weights(op: fx.Node) -> bool:
+    """Whether an op sees no input of the model: it makes a weight from stored tensors."""
+    if op.op != "call_function":
+        return False
+    return all(
+        node.meta.get("kind") in ("tensor", "constant") or _is_computed_from_weights(node)
+        for node in op.all_input_nodes
+    )
 
 
 def describe(node: fx.Node) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, cast
 
 import typer
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from normswap.find import NormSite
+    from normswap.report import Report
     from normswap.verify import Verification
 
 P = ParamSpec("P")
@@ -162,7 +165,7 @@ def inspect_model(
     sites = ns.find_norms(model, _example_inputs(input_shape, inputs))
     if where:
         sites = sites.where(where)
-    typer.echo(json.dumps(sites.to_dict(), indent=1) if as_json else str(sites))
+    typer.echo(_json([_site(site) for site in sites]) if as_json else str(sites))
     return DONE
 
 
@@ -195,48 +198,41 @@ def fold_bn(
 ) -> int:
     """Fold the BatchNorms of a model into the layers beside them."""
     import normswap as ns
-    from normswap import export as exporting
+    from normswap import hub
     from normswap.checkpoint import check_destination
+    from normswap.export import check_targets
 
+    targets = [Path(target) for target in export or ()]
     if dst is None and not dry_run:
         raise typer.BadParameter("DST is missing (only --dry-run goes without)")
-    targets = [Path(target) for target in export or ()]
-    if dst is not None:
+    if dst is not None and not dry_run:
         check_destination(dst, overwrite=overwrite)
-    exporting.check_targets(targets, overwrite=overwrite)
+        check_targets(targets, overwrite=overwrite)
     examples = _example_inputs(input_shape, inputs)
     model = _load(src, arch, arch_kwargs, _dtype(dtype))
-    if dry_run:
-        with _status("planning"):
-            report = ns.plan_fold_batchnorm(model, examples, where=where or None).report(model)
-    else:
-        with _status("folding"):
-            model, report = ns.fold_batchnorm(
-                model, examples, inplace=True, where=where or None, verify=verify, strict=strict
-            )
-    typer.echo(report.to_json() if as_json else str(report))
+    try:
+        model, report = _fold(model, examples, where, verify, strict, dry_run)
+    except (ns.RefusedError, ns.VerificationError) as error:
+        if error.report is not None:
+            _print_report(error.report, as_json)
+        raise
     if report.plan is None or not report.plan.changed:
-        typer.echo(f"error: {src}: no norm could be folded; nothing is written", err=True)
+        _print_report(report, as_json)
+        typer.echo(f"error: {src}: no BatchNorm could be folded; nothing is written", err=True)
         return FAILED
-    if strict and report.counts.get("refused"):
-        typer.echo(f"error: {report.counts['refused']} norms are refused (--strict)", err=True)
-        return FAILED
-    if dst is None or dry_run:
-        return DONE
-    with exporting.outside_files(targets) as outside, _status("writing"):
-
-        def complete(stage: Path) -> None:
-            for target in targets:
-                exporting.export_model(model, examples, outside.get(target, stage / target.name))
-
-        ns.save(
-            model,
-            dst,
-            report,
-            overwrite=overwrite,
-            max_shard_size=max_shard_size,
-            complete=complete,
-        )
+    if dst is not None and not dry_run:
+        with _status(f"writing {dst}"):
+            hub.save_with_exports(
+                model,
+                dst,
+                report,
+                exports=targets,
+                example_inputs=examples,
+                check=verify,
+                overwrite=overwrite,
+                max_shard_size=max_shard_size,
+            )
+    _print_report(report, as_json)
     return DONE
 
 
@@ -290,18 +286,18 @@ def verify_models(
     changed = _load(b, arch, arch_kwargs)
     with _status("comparing"):
         check = ns.verify(original, changed, examples)
-    typer.echo(json.dumps(asdict(check), indent=1) if as_json else _verification_text(check))
+    typer.echo(_json(asdict(check)) if as_json else _verification_text(check))
     if not check.passed:
         typer.echo(f"error: {b} does not compute what {a} computes", err=True)
     return DONE if check.passed else FAILED
 
 
 @_command("demo")
-def demo() -> int:
+def demo(as_json: AsJson = False) -> int:
     """Fold a small trained network, check it and time it; nothing is downloaded."""
     from normswap import demo
 
-    demo.run()
+    demo.run(json=as_json)
     return DONE
 
 
@@ -319,10 +315,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
-        # Typer's own errors (unknown option, missing argument) say their exit code.
-        if not hasattr(error, "format_message"):
+        # Typer's own errors: an unknown option, a missing argument. Their class is not public.
+        usage: Any = error
+        if not hasattr(usage, "format_message"):
             raise
-        text = " ".join(str(error.format_message()).split())
+        text = " ".join(str(usage.format_message()).split())
         typer.echo(f"error: {text}", err=True)
         code = USAGE
     sys.exit(code)
@@ -397,13 +394,73 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return names[name]
 
 
+def _fold(
+    model: nn.Module,
+    examples: Any,
+    where: list[str] | None,
+    verify: bool,
+    strict: bool,
+    dry_run: bool,
+) -> tuple[nn.Module, Report]:
+    import normswap as ns
+
+    if not dry_run:
+        with _status("folding"):
+            return ns.fold_batchnorm(
+                model, examples, inplace=True, where=where or None, verify=verify, strict=strict
+            )
+    with _status("planning"):
+        plan = ns.plan_fold_batchnorm(model, examples, where=where or None)
+    sites, mapping, notes = tuple(plan.sites), tuple(plan.mapping), tuple(plan.notes)
+    report = ns.Report(plan.rewrite, type(model).__name__, sites, mapping, None, notes, plan)
+    refused = [site for site in sites if site.status == "refused" and site.reason != "where"]
+    if strict and refused:
+        raise ns.RefusedError(f"{len(refused)} of {len(sites)} norms are refused", report)
+    return model, report
+
+
+def _print_report(report: Report, as_json: bool) -> None:
+    typer.echo(report.to_json() if as_json else str(report))
+
+
+def _site(site: NormSite) -> dict[str, Any]:
+    """A site as JSON data."""
+    return {
+        "name": site.name,
+        "names": site.names,
+        "class": type(site.module).__name__ if site.module is not None else None,
+        "spec": asdict(site.spec) if site.spec is not None else None,
+        "calls": site.calls,
+        "reason": site.reason,
+    }
+
+
+def _json(data: Any) -> str:
+    """A JSON text; infinity and NaN, which JSON lacks, become texts."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return {str(key): plain(item) for key, item in items}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in cast("Sequence[Any]", value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return value
+
+    return json.dumps(plain(data), indent=1)
+
+
 def _verification_text(check: Verification) -> str:
     rows = [
-        f"{'ok  ' if run.passed else 'FAIL'} {run.inputs}, {run.dtype}: largest relative "
-        f"difference {run.max_rel:.3g} (tolerance {run.tolerance:.3g})"
+        f"skipped  {run.inputs}, {run.dtype}: {run.skipped}"
+        if run.skipped
+        else f"{'passed' if run.passed else 'FAILED'}   {run.inputs}, {run.dtype}: largest "
+        f"relative difference {run.max_rel:.2g}, tolerance {run.tolerance:.2g}"
         for run in check.runs
     ]
-    return "\n".join([*rows, "the same function" if check.passed else "NOT the same function"])
+    verdict = "the two compute the same" if check.passed else "the two do NOT compute the same"
+    return "\n".join([*rows, verdict])
 
 
 @contextmanager

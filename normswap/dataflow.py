@@ -34,6 +34,8 @@ PASS = "pass"
 NONNEGATIVE = "nonnegative"
 BLOCK = "block"
 
+_activation = "activation-between"
+
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of the value of ``node`` in the recorded run."""
@@ -150,12 +152,20 @@ class Passing(Rule):
             raise Blocked(self.code, f"a {m.kind} does not pass")
         if condition == NONNEGATIVE:
             assert isinstance(m, Scale)
-            m.require_nonnegative()
+            _require_nonnegative(m, self.code)
         mixed = {axis % len(shape_of(x)) for axis in self.axes(node)} if shape_of(x) else set[int]()
         if m.axes & mixed:
             raise Blocked("axis-mismatch", f"mixes axis {sorted(m.axes & mixed)}")
         self.check(node, m)
         return [[(x if source is node else node, m)]]
+
+
+def _require_nonnegative(m: Scale, code: str) -> None:
+    try:
+        m.require_nonnegative()
+    except Blocked as blocked:  # an activation is what to name: a shift would not pass it anyway
+        named = _activation if code == _activation else blocked.code
+        raise Blocked(named, blocked.detail) from None
 
 
 def _last(count: int) -> Callable[[fx.Node], Sequence[int]]:
@@ -1184,7 +1194,7 @@ RESHAPES = {
 _SHAPE_ONLY = (
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_ones", "new_empty", "new_full", "sym_size", "_assert_tensor_metadata",
-    "_shape_as_tensor", "sym_numel", "sym_stride",
+    "_shape_as_tensor", "sym_numel", "sym_stride", "device", "dtype", "layout",
 )  # fmt: skip
 _NONLINEAR = (
     "gelu", "silu", "sigmoid", "tanh", "relu6", "hardtanh", "hardswish", "hardsigmoid", "mish",
@@ -1194,7 +1204,6 @@ _NONLINEAR = (
     "softshrink", "round", "floor", "sign",
 )  # fmt: skip
 
-_activation = "activation-between"
 _block = Passing(scale=BLOCK, shift=BLOCK, centre=BLOCK, code=_activation)
 _rectifier = Passing(scale=NONNEGATIVE, shift=BLOCK, centre=BLOCK, code=_activation)
 _max_pool = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +26,7 @@ def apply_module_edits(model: nn.Module, edits: Iterable[ModuleEdit], undo: Undo
     Raises:
         NormswapError: the model lacks a module or node that an edit names.
     """
+    edits = list(edits)
     for edit in edits:
         try:
             MODULE_EDITS[edit.kind](model, edit, undo)
@@ -32,6 +34,10 @@ def apply_module_edits(model: nn.Module, edits: Iterable[ModuleEdit], undo: Undo
             raise NormswapError(
                 f"cannot {edit.kind} {edit.module!r}: {error}; the plan was made for another model"
             ) from error
+    for path in {edit.module for edit in edits if edit.kind.endswith("_node")}:
+        module = model.get_submodule(path)
+        assert isinstance(module, fx.GraphModule)
+        module.recompile()
 
 
 def _replace(model: nn.Module, edit: ModuleEdit, new: nn.Module, undo: Undo) -> None:
@@ -93,63 +99,76 @@ def _neutralise(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
         tensor = getattr(model.get_submodule(path), leaf)
         if tensor.is_meta:
             continue
-        old = tensor.detach().clone()
-        with torch.no_grad():
-            tensor.fill_(values[role])
-
-        def restore(tensor: torch.Tensor = tensor, old: torch.Tensor = old) -> None:
-            with torch.no_grad():
-                tensor.copy_(old)
-
-        undo.append(restore)
+        old = tensor.data
+        tensor.data = torch.full_like(old, values[role])
+        undo.append(lambda tensor=tensor, old=old: setattr(tensor, "data", old))
 
 
-def _graph_of(model: nn.Module, edit: ModuleEdit, undo: Undo) -> tuple[Any, dict[str, fx.Node]]:
+class _RestoreGraph:
+    """Puts back the graph that a ``GraphModule`` had before its first edit."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.graph = copy.deepcopy(module.graph)
+
+    def __call__(self) -> None:
+        self.module.graph = self.graph
+
+
+def _graph_of(
+    model: nn.Module, edit: ModuleEdit, undo: Undo
+) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
     """A ``GraphModule`` whose graph is about to be edited, and its nodes by name."""
     module = model.get_submodule(edit.module)
     if not isinstance(module, fx.GraphModule):
-        raise NormswapError(f"{edit.module!r} is no GraphModule: the plan was made for another model")
-    old = module.graph
-    memo: dict[fx.Node, fx.Node] = {}
-    copied = fx.Graph(tracer_cls=getattr(old, "_tracer_cls", None))
-    output = copied.graph_copy(old, memo, return_output_node=True)
-    assert output is not None
-    result, old_output = output
-    new_output = copied.output(result)
-    new_output.meta = dict(old_output.meta)
-    copied.set_codegen(old._codegen)
-    for before, after in memo.items():
-        after.name = before.name
-    names = {before.name: after for before, after in memo.items()}
-    module.graph = copied
-
-    def restore() -> None:
-        module.graph = old
-        module.recompile()
-
-    undo.append(restore)
-    return module, names
+        raise NormswapError(
+            f"{edit.module!r} is no GraphModule: the plan was made for another model"
+        )
+    if not any(isinstance(u, _RestoreGraph) and u.module is module for u in undo):
+        undo.append(_RestoreGraph(module))
+    return module, {node.name: node for node in module.graph.nodes}
 
 
 def _erase_node(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
+    """What read a norm's node reads the norm's input; its tensors go if nothing else reads them."""
     module, nodes = _graph_of(model, edit, undo)
-    output, op = nodes[edit.params["output"]], nodes[edit.params["input_of"]]
+    op = nodes[edit.params["node"]]
     value = op.args[0] if op.args else op.kwargs["input"]
-    output.replace_all_uses_with(value)
+    assert isinstance(value, fx.Node)
+    several = "native_batch_norm" in str(op.target)  # the result is item 0 of three
+    items = list(op.users) if several else []
+    for output in [item for item in items if item.args[1] == 0] if several else [op]:
+        output.replace_all_uses_with(value)
     graph = module.graph
-    sources = [node for node in op.all_input_nodes if node.op == "get_attr"]
-    for node in (output, op, *sources):
-        if node in graph.nodes and not node.users:
+    for node in (*items, op):
+        graph.erase_node(node)
+    if op.op == "call_module":
+        _delete_submodule(module, str(op.target), undo)
+    gone = set(edit.params["tensors"])
+    prefix = f"{edit.module}." if edit.module else ""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and f"{prefix}{node.target}" in gone and not node.users:
             graph.erase_node(node)
-    for node in sources:
-        if not any(n.op == "get_attr" and n.target == node.target for n in graph.nodes):
-            _delete_tensor(module, str(node.target), undo)
-    module.recompile()
+    read = {f"{prefix}{node.target}" for node in graph.nodes if node.op == "get_attr"}
+    for name in sorted(gone - read):
+        _delete_tensor(model, name, undo)
+
+
+def _delete_submodule(module: fx.GraphModule, name: str, undo: Undo) -> None:
+    if any(node.op == "call_module" and node.target == name for node in module.graph.nodes):
+        return
+    path, _, leaf = name.rpartition(".")
+    slots = module.get_submodule(path)._modules
+    old = slots.pop(leaf)
+    undo.append(lambda: slots.update({leaf: old}))
 
 
 def _delete_tensor(module: nn.Module, name: str, undo: Undo) -> None:
     path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:  # its module went before it
+        return
     for slots in (owner._parameters, owner._buffers):
         if leaf in slots:
             old: Any = slots.pop(leaf)
@@ -166,12 +185,15 @@ def _bias_node(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     weight = model.get_parameter(edit.params["weight"])
     size = _op_out_channels(ops[0], weight)
     owner.register_parameter("bias", nn.Parameter(weight.detach().new_zeros(size)))
-    undo.append(lambda: owner._parameters.pop("bias") and None)
+
+    def restore() -> None:
+        del owner._parameters["bias"]
+
+    undo.append(restore)
     for op in ops:
         with module.graph.inserting_before(op):
             bias = module.graph.get_attr(f"{inner}.bias" if inner else "bias")
         op.args = (*op.args[:2], bias, *op.args[3:])
-    module.recompile()
 
 
 def _op_out_channels(op: fx.Node, weight: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from normswap.checkpoint import DestinationError
-from normswap.errors import NormswapError
+from normswap.errors import CaptureError, NormswapError
 from normswap.inputs import resolve_inputs
 from normswap.tensorstore import first_line
 
@@ -26,13 +26,16 @@ def check_targets(targets: Iterable[Path], *, overwrite: bool = False) -> None:
 
     Raises:
         NormswapError: the suffix is not one of :data:`SUFFIXES`.
-        DestinationError: a file outside of the model's directory exists already.
+        DestinationError: a file outside of the model's directory exists already, or the
+            directory it should lie in does not.
     """
     for target in targets:
         if target.suffix not in SUFFIXES:
             raise NormswapError(f"cannot export to {target}: write {' or '.join(SUFFIXES)}")
         if _is_outside(target) and target.exists() and not overwrite:
             raise DestinationError(f"{target}: exists already; choose another name")
+        if _is_outside(target) and not target.parent.is_dir():
+            raise DestinationError(f"{target}: there is no directory {target.parent}")
 
 
 @contextmanager
@@ -63,7 +66,8 @@ def export_model(model: nn.Module, example_inputs: Any, path: Path) -> None:
         path: ends in ``.onnx`` or ``.pt2``.
 
     Raises:
-        NormswapError: the exporter cannot, or is not installed.
+        CaptureError: the exporter cannot.
+        NormswapError: it is not installed.
     """
     import torch
 
@@ -89,7 +93,7 @@ def export_model(model: nn.Module, example_inputs: Any, path: Path) -> None:
     except OSError:
         raise
     except Exception as error:
-        raise NormswapError(f"exporting {path.name} failed: {first_line(error)}") from error
+        raise CaptureError(f"exporting {path.suffix} failed: {first_line(error)}") from error
 
 
 def _is_outside(target: Path) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from normswap.capture import Capture, StoredTensor, module_names
 from normswap.dataflow import CASTS, batch_norm_operands, op_name
@@ -106,7 +107,17 @@ def batch_spec(module: nn.Module) -> NormSpec | None:
             "running_mean" if module.running_mean is not None else None,
             "running_var" if module.running_var is not None else None,
         )
+    if isinstance(module, _InstanceNorm):
+        return _instance_spec(module)
     return probe_fixed_affine(module)
+
+
+def _instance_spec(module: _InstanceNorm) -> NormSpec | None:
+    """An InstanceNorm with running statistics is a fixed map in eval; others are none of ours."""
+    if module.running_mean is None:
+        return None
+    weight, bias = ("weight", "bias") if module.affine else (None, None)
+    return NormSpec("instance", (2,), module.eps, weight, bias, "running_mean", "running_var")
 
 
 def find_batch_norms(model: nn.Module) -> list[NormSite]:
@@ -153,16 +164,17 @@ def batch_norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
     """Every BatchNorm: called or not, module or function, in order of first evaluation."""
     modules = {site.name: site for site in find_batch_norms(model)}
     found: dict[object, GraphSite] = {}
-    frozen = {n for n, s in modules.items() if s.spec and s.spec.kind == "frozen_batch"}
-    for name in frozen:
-        for call in capture.calls_of(name):
-            site = found.setdefault(name, _frozen_site(modules[name], capture))
-            if site.blocked is None:
-                _add_frozen_instance(site, capture, call)
     counts: dict[str, int] = {}
     for node in capture.graph.nodes:
         if node.op == "call_function" and _is_fixed_norm_op(node):
             _add_op(found, modules, counts, node, capture)
+    # What is a norm by behaviour but calls no norm op computes it in single steps.
+    stepwise = {n for n, s in modules.items() if s.spec and s.spec.kind == "frozen_batch"}
+    for name in stepwise - set(found):
+        for call in capture.calls_of(name):
+            site = found.setdefault(name, _frozen_site(modules[name], capture))
+            if site.blocked is None:
+                _add_frozen_instance(site, capture, call)
     order = {node: i for i, node in enumerate(capture.graph.nodes)}
     called = sorted(
         found.values(),
@@ -175,7 +187,7 @@ def batch_norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
 def _is_fixed_norm_op(node: fx.Node) -> bool:
     name = op_name(node)
     if name == "instance_norm":  # with running statistics in eval it is a fixed affine map
-        return batch_norm_operands(node)[-1]
+        return batch_norm_operands(node)[3] is not None
     return name in BATCH_NORM_OPS
 
 

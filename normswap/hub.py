@@ -28,7 +28,7 @@ from normswap.checkpoint import (
     guard_for,
     staged_directory,
 )
-from normswap.errors import CheckpointError, NormswapError
+from normswap.errors import CheckpointError, NormswapError, VerificationError
 from normswap.manifest import MANIFEST_NAME, Manifest, read_plan
 from normswap.plan import Plan, fingerprint
 from normswap.tensorstore import (
@@ -44,7 +44,7 @@ from normswap.tensorstore import (
 if TYPE_CHECKING:
     from normswap.report import Report
 
-__all__ = ["Origin", "apply_to_directory", "load", "load_model", "save"]
+__all__ = ["Origin", "apply_to_directory", "load", "load_model", "save", "save_with_exports"]
 
 # Files beside the weights that a transformers directory may need: tokenizer, processor, licence.
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -194,6 +194,55 @@ def save(
         (stage / "README.md").write_text(_card(report, manifest, source), encoding="utf-8")
         if complete is not None:
             complete(stage)
+
+
+def save_with_exports(
+    model: nn.Module,
+    directory: str | Path,
+    report: Report,
+    *,
+    exports: Sequence[Path] = (),
+    example_inputs: Any = None,
+    check: bool = True,
+    overwrite: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+) -> None:
+    """:func:`save`, with ONNX and `torch.export` files, all of it or nothing.
+
+    Args:
+        model: what a rewrite made of a model that :func:`load_model` loaded.
+        directory: where to.
+        report: what the same rewrite returned.
+        exports: files to export to: a bare name lies in the directory, anything else is a path.
+        example_inputs: what to export with; None builds them from what the model says of itself.
+        check: load the directory again before it appears, and compare.
+        overwrite: replace what is there already.
+        max_shard_size: bytes, or a text such as ``"5GB"``.
+
+    Raises:
+        CheckpointError: as :func:`save`, or an exported file cannot be written.
+        CaptureError: the model cannot be exported.
+        VerificationError: what was written does not load as what was saved.
+    """
+    from normswap import export
+
+    with export.outside_files(exports) as outside:
+
+        def complete(stage: Path) -> None:
+            if check:
+                _check_reload(stage, model)
+            for target in exports:
+                path = outside.get(target, stage / target.name)
+                export.export_model(model, example_inputs, path)
+
+        save(
+            model,
+            directory,
+            report,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            complete=complete,
+        )
 
 
 def apply_to_directory(
@@ -385,6 +434,20 @@ def _listed(names: Sequence[str], at_most: int = 3) -> str:
 # Saving
 
 
+def _check_reload(stage: Path, model: nn.Module) -> None:
+    """Load what was written and compare bit by bit; equal parts compute equal outputs."""
+    origin = cast("Origin | None", getattr(model, _ORIGIN, None))
+    again = load(stage, None if origin is None else origin.arch)
+    before, after = model.state_dict(), again.state_dict()
+    differing = list(before.keys() ^ after.keys())
+    differing += [n for n, t in before.items() if n in after and not torch.equal(t, after[n])]
+    if differing or architecture.configuration(again) != architecture.configuration(model):
+        raise VerificationError(
+            f"what was written does not load as what was saved ({_listed(sorted(differing))}); "
+            "nothing was kept. This is a fault in normswap: please report it with the model"
+        )
+
+
 def _unwrap(model: nn.Module) -> nn.Module:
     while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = cast("nn.Module", model.module)
@@ -491,14 +554,14 @@ def _card(report: Report, manifest: Manifest, source: Path | None) -> str:
     python_only = spec is None or spec.get("kind") == "python"
     arch = ', arch="package.module:callable"' if python_only else ""
     base = f" from `{source.name}`" if source is not None else ""
-    counts = ", ".join(f"{n} {status}" for status, n in report.counts.items())
+    counts = ", ".join(f"{n} norms {status}" for status, n in report.counts.items())
     data = ModelCardData(tags=["normswap"], library_name="normswap")
     return f"""---
 {data.to_yaml()}
 ---
 # {report.model}, {report.rewrite}
 
-Made{base} by normswap: {counts or "no norm changed"}. What happened to every norm is in
+Made{base} by normswap: {counts or "no norms found"}. What happened to every norm is in
 [report.md](report.md); the plan that did it is in [{MANIFEST_NAME}]({MANIFEST_NAME}).
 
 {_checked(report)}

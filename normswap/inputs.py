@@ -217,7 +217,7 @@ def _changes(inputs: Inputs) -> Iterator[_Change]:
     batched = [t.shape[0] for t in tensors if t.ndim >= 2 and not any(t is i for i in listed)]
     batch = None
     for size in (*batched, *map(len, lists))[:1]:
-        batch = (size, size + 1 if size <= 2 else size - 1)
+        batch = (size, 2 if size == 1 else size - 1)
     pictures = [t for t in tensors if _is_image(t)] or listed
     images: list[tuple[tuple[int, int], tuple[int, int]] | None] = [None]
     if pictures:

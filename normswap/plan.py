@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from normswap.errors import NormswapError
 from normswap.program import Edit
@@ -146,8 +146,13 @@ def fingerprint(model: nn.Module) -> str:
     """
     rows = [f"{n}:{tuple(t.shape)}" for n, t in model.named_parameters(remove_duplicate=False)]
     rows += [f"{n}:{tuple(t.shape)}" for n, t in model.named_buffers(remove_duplicate=False)]
-    rows += [f"{n}={type(m).__name__}" for n, m in model.named_modules(remove_duplicate=False)]
+    rows += [f"{n}={_class_name(m)}" for n, m in model.named_modules(remove_duplicate=False)]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def _class_name(module: nn.Module) -> str:
+    # Each GraphModule has a class of its own, whose name a copy does not keep.
+    return "GraphModule" if isinstance(module, fx.GraphModule) else type(module).__name__
 
 
 def _tupled(cls: Any, data: dict[str, Any], key: str) -> Any:

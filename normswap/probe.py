@@ -59,8 +59,8 @@ def _probe(module: nn.Module, tensors: dict[str, Tensor]) -> NormSpec | None:
         for n, t in tensors.items()
     }
     memo = {id(t): _like(t, drawn[n]) for n, t in tensors.items()}
-    for child in module.children():
-        memo[id(child)] = nn.Identity()
+    followers = [_Follower() for _ in module.children()]
+    memo.update({id(c): f for c, f in zip(module.children(), followers, strict=True)})
     try:
         alone = copy.deepcopy(module, memo).eval()
     except Exception:
@@ -70,9 +70,22 @@ def _probe(module: nn.Module, tensors: dict[str, Tensor]) -> NormSpec | None:
     size = next(iter(drawn.values())).numel()
     for shape in ((2, size, 3, 4), (2, size, 3), (2, size), (2, size, 3, 4, 2)):
         measured = _measure(alone, shape, generator)
-        if measured is not None:
+        if measured is not None and all(f.follows for f in followers):
             return _fit(drawn, *measured)
     return None
+
+
+class _Follower(nn.Module):
+    """Stands for a child module: passes its input on, and sees whether that is the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor | None = None
+        self.follows = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return x
 
 
 def _like(original: Tensor, value: Tensor) -> Tensor:
@@ -90,6 +103,9 @@ def _measure(
             at_zero, at_a, at_b = (alone(x) for x in (torch.zeros_like(a), a, b))
     except Exception:
         return None
+    for child in alone.children():
+        if isinstance(child, _Follower) and child.seen is not None:  # runs behind, not in front
+            child.follows = child.seen.shape == at_b.shape and torch.equal(child.seen, at_b)
     if not isinstance(at_a, Tensor) or at_a.shape != a.shape:
         return None
     at_zero, at_a, at_b = (y.to(torch.float64) for y in (at_zero, at_a, at_b))

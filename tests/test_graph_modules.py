@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import copy
 import operator
 from typing import Any
 
@@ -130,7 +132,8 @@ def test_no_dead_nodes_or_getitems_of_a_norm_are_left(form: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_folding_a_graph_in_place(form: Any) -> None:
     model = double(Residual())
-    graph_module = form(model, IMAGE)
+    # A traced module shares its parameters with the model: in place changes both.
+    graph_module = form(copy.deepcopy(model), IMAGE)
     new, _ = ns.fold_batchnorm(graph_module, IMAGE, inplace=True)
     assert new is graph_module
     assert norm_nodes(graph_module) == []
@@ -198,16 +201,14 @@ def test_graph_inside_an_ordinary_model() -> None:
 
 
 def test_intermediate_output_of_a_feature_extractor() -> None:
-    def forward(self: Any, x: Tensor) -> Any:
-        y = self.conv(x)
-        return {"raw": y, "norm": self.bn(y)}
-
     class Extractor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
 
-        forward = forward
+        def forward(self, x: Tensor) -> Any:
+            y = self.conv(x)
+            return {"raw": y, "norm": self.bn(y)}
 
     model = traced(double(Extractor()), IMAGE)
     new, report = ns.fold_batchnorm(model, IMAGE)

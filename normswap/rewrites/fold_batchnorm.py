@@ -136,6 +136,8 @@ class _Folding:
         self.folded.append(_Folded(site, action, edits, removed))
         for instance in site.instances:
             _bypass(self.capture.graph, instance)
+            for other in (i for s in self.sites for i in s.instances):
+                other.x = instance.x if other.x is instance.y else other.x
         return True
 
     def _absorb(self, site: GraphSite) -> str:
@@ -153,7 +155,9 @@ class _Folding:
                 self.program.rollback(mark)
                 reasons.append(blocked)
         back, forth = reasons
-        code = forth.code if back.code == "input" else back.code
+        # A norm behind an activation or the input can only go forward: that is what to explain.
+        only_forward = back.code in {"input", "activation-between"} and forth.code != "output"
+        code = forth.code if only_forward else back.code
         raise Blocked(
             code, f"into what writes it: {back.detail}; into what reads it: {forth.detail}"
         )
@@ -166,6 +170,7 @@ class _Folding:
         else:
             maps = [Shift(shift, negative=True), Scale(scale, inverse=True)]
         starts = {node for instance in site.instances for node in instance.nodes}
+        fixed = {i.y if against else i.x for i in site.instances}
         pushes: list[Pushed] = []
         for m in maps:
             begin = [
@@ -173,7 +178,7 @@ class _Folding:
                 for instance in site.instances
                 for value in [instance.x if against else instance.y]
             ]
-            pushes.append(push(self.program, begin, starts, against=against))
+            pushes.append(push(self.program, begin, starts, fixed, against=against))
             commit(self.program, pushes[-1])
         return pushes
 
@@ -199,35 +204,42 @@ class _Folding:
         """How the folded norm is taken out of the model, and the tensors that go with it."""
         origins = {i.y.meta["origin"] for i in site.instances if "origin" in i.y.meta}
         edits: list[ModuleEdit] = []
-        for instance in site.instances:
-            if "origin" in instance.y.meta:
-                edits.append(self._erasing(instance))
-        if site.path is not None and not origins:
-            return [self._emptying(site)], self._tensors_below(site, keep=self._kept(site))
-        if site.path is not None and len(origins) == len(edits) and edits:
-            self._require_read_only_here(site)
-            if site.site.module is not None:
-                edits.append(self._emptying(site))
-            return edits, self._tensors_below(site, keep=())
-        if edits:
-            self._require_read_only_here(site)
-            return edits, []
         self._require_read_only_here(site)
+        if site.path is not None and not origins:
+            emptying = self._emptying(site)
+            return [emptying], self._tensors_below(site, keep=emptying.params.get("children", ()))
+        if origins:
+            removed = self._tensors_below(site, keep=()) or [t.name for t in site.tensors.values()]
+            if site.site.module is not None and not self._is_called_by_graph(site):
+                edits.append(self._emptying(site))
+            else:
+                edits = [self._erasing(i, removed) for i in site.instances]
+            return edits, removed
         tensors = {role: t.name for role, t in site.tensors.items()}
         return [ModuleEdit("neutralise", "", {"tensors": tensors, "eps": site.eps})], []
 
-    def _erasing(self, instance: Instance) -> ModuleEdit:
+    def _is_called_by_graph(self, site: GraphSite) -> bool:
+        """Whether nodes of a ``GraphModule`` call the norm's ops or its plain module directly."""
+        if self._emptying(site).kind != "identity":
+            return False
+        for instance in site.instances:
+            path, name = instance.y.meta["origin"]
+            graph_module = self.model.get_submodule(path)
+            assert isinstance(graph_module, fx.GraphModule)
+            node = next(n for n in graph_module.graph.nodes if n.name == name)
+            target = f"{path}.{node.target}" if path else str(node.target)
+            if node.op == "call_module" and target not in site.site.names:
+                return False
+        return True
+
+    def _erasing(self, instance: Instance, tensors: list[str]) -> ModuleEdit:
         """The node of a ``GraphModule`` goes; its readers read its input."""
-        path, output = instance.y.meta["origin"]
-        first = min(instance.nodes, key=list(self.capture.graph.nodes).index)
-        return ModuleEdit(
-            "erase_node", path, {"output": output, "input_of": first.meta["origin"][1]}
-        )
+        path, node = instance.y.meta["origin"]
+        return ModuleEdit("erase_node", path, {"node": node, "tensors": tensors})
 
     def _emptying(self, site: GraphSite) -> ModuleEdit:
         """The module becomes an identity, or keeps its children alone (a welded-on activation)."""
         assert site.path is not None
-        self._require_read_only_here(site)
         names = list(site.site.names)
         calls = self.capture.calls_of(site.path)
         if len(calls) != len(site.instances):
@@ -259,10 +271,6 @@ class _Folding:
         if not direct or not chained or any(not _is_alias(n) for n in computing):
             raise Blocked("op", "its module does more than the norm and an activation behind it")
         return tuple(names)
-
-    def _kept(self, site: GraphSite) -> tuple[str, ...]:
-        edit = self._emptying(site)
-        return tuple(edit.params.get("children", ()))
 
     def _tensors_below(self, site: GraphSite, keep: tuple[str, ...]) -> list[str]:
         """All names of the tensors that go with the module."""

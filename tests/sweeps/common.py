@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from helpers import batch_norm_names, covers, is_batch_norm, relative_error, signed  # noqa: E402
 
@@ -163,14 +163,15 @@ def fold_one(subject: Subject, sign: str) -> dict[str, Any]:
     """Randomise, fold in float64, compare; a record of counts."""
     import normswap as ns
 
-    model = subject.model.eval().double()
-    subject.args, subject.kwargs = as_double(subject.args), as_double(subject.kwargs)
+    model = subject.model.eval()
     record: dict[str, Any] = {"label": subject.label, "params": _size(model)}
     names = batch_norm_names(model)
     record["bns"] = len(names)
     if not names:
         return record
     record["called"] = randomise_around(subject, sign=sign)
+    model.double()
+    subject.args, subject.kwargs = as_double(subject.args), as_double(subject.kwargs)
     start = time.perf_counter()
     kwargs = {"example_kwargs": subject.kwargs} if subject.kwargs else {}
     if subject.args:
@@ -200,8 +201,7 @@ def _size(model: nn.Module) -> int:
 
 def plan_inventory(subject: Subject, sign: str) -> dict[str, Any]:
     """What a model holds and whether it runs, without any fold."""
-    model = subject.model.eval().double()
-    subject.args, subject.kwargs = as_double(subject.args), as_double(subject.kwargs)
+    model = subject.model.eval()
     record: dict[str, Any] = {"label": subject.label, "params": _size(model)}
     record["bns"] = len(batch_norm_names(model))
     if record["bns"]:
