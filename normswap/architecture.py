@@ -271,10 +271,19 @@ def _candidates(model: nn.Module) -> Iterator[ArchSpec]:
     if package == "timm" and isinstance(config, Mapping):
         name = cast("Mapping[str, Any]", config).get("architecture")
         if isinstance(name, str):
-            yield ArchSpec("timm", name)
-            yield ArchSpec("timm", name, {"num_classes": getattr(model, "num_classes", None)})
+            yield from (ArchSpec("timm", name, kwargs) for kwargs in _timm_kwargs(model))
     if package == "torchvision":
         yield from _torchvision_candidates(model)
+
+
+def _timm_kwargs(model: nn.Module) -> Iterator[dict[str, Any]]:
+    yield {}
+    classes = {"num_classes": getattr(model, "num_classes", None)}
+    yield classes
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            yield {**classes, "in_chans": module.in_channels}
+            return
 
 
 def _torchvision_candidates(model: nn.Module) -> Iterator[ArchSpec]:
@@ -282,11 +291,11 @@ def _torchvision_candidates(model: nn.Module) -> Iterator[ArchSpec]:
     models = importlib.import_module("torchvision").models
     outputs = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
     for name in models.list_models():
-        builder = models.get_model_builder(name)
-        if builder.__module__ == type(model).__module__:
+        if models.get_model_builder(name).__module__ == type(model).__module__:
             yield ArchSpec("torchvision", name)
-            if outputs:
-                yield ArchSpec("torchvision", name, {"num_classes": outputs[-1]})
+            # Of the last layers one gives a number per class, another boxes perhaps.
+            for classes in dict.fromkeys(outputs[-2:]):
+                yield ArchSpec("torchvision", name, {"num_classes": classes})
 
 
 def _built_empty(spec: ArchSpec, model: nn.Module) -> nn.Module | None:

@@ -290,7 +290,8 @@ def _record(model: nn.Module, inputs: Inputs, *, fake: bool) -> Capture:
         if mode is not None:
             stack.enter_context(mode)
         stack.enter_context(recorder)
-        stack.enter_context(_ReadWatcher(recorder))
+        if mode is None:
+            stack.enter_context(_ReadWatcher(recorder))
         try:
             result = twin(*given.args, **given.kwargs)
         except Exception as error:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall, StoredTensor
-from normswap.dataflow import op_name, rule_for
+from normswap.dataflow import Side, Step, Value, op_name, rule_for
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program
 
@@ -28,12 +29,13 @@ MAX_VISITS = 20_000
 class Pushed:
     """A push that was absorbed: the map of every touched value, and the ops it visited."""
 
-    maps: dict[fx.Node, Map] = field(default_factory=dict[fx.Node, Map])
+    maps: dict[Value, Map] = field(default_factory=dict[Value, Map])
     ops: set[fx.Node] = field(default_factory=set[fx.Node])
 
     def tensors(self) -> Iterable[tuple[StoredTensor, Map]]:
         """The stored tensors that absorb a map."""
-        for node, m in self.maps.items():
+        for value, m in self.maps.items():
+            node = node_of(value)
             if node.meta.get("kind") == "tensor":
                 yield node.meta["tensor"], m
 
@@ -42,10 +44,10 @@ class Pushed:
 class _State:
     """A partial push: maps set so far, how each visited op was settled, and what is to visit."""
 
-    maps: dict[fx.Node, Map]
-    settled: dict[fx.Node, dict[fx.Node, Map]]
-    queue: list[tuple[fx.Node, fx.Node]]  # (touched value, op next to it)
-    detours: dict[fx.Node, str]  # values reached through another reader, and the reason's code
+    maps: dict[Value, Map]
+    settled: dict[Any, dict[Value, Map]]
+    queue: list[tuple[Value, fx.Node]]  # (touched value, op next to it)
+    detours: dict[Value, str]  # values reached through another reader, and the reason's code
 
     def copy(self) -> _State:
         return _State(dict(self.maps), dict(self.settled), list(self.queue), dict(self.detours))
@@ -81,12 +83,12 @@ class _Push:
             raise first
         return state
 
-    def _visit(self, state: _State, value: fx.Node, op: fx.Node) -> list[list[tuple[fx.Node, Map]]]:
+    def _visit(self, state: _State, value: Value, op: fx.Node) -> list[Step]:
         self.visits += 1
         if self.visits > MAX_VISITS:
             raise Blocked("op", f"more than {MAX_VISITS} ops would have to be changed together")
         m = state.maps[value]
-        settled = state.settled.get(op)
+        settled = state.settled.get(_constraint(op, value, m))
         if settled is not None:
             if value in settled and settled[value].same(m):
                 return [[]]
@@ -96,12 +98,13 @@ class _Push:
                 f"{describe(op)} would have to take two maps at once",
             )
         try:
-            source = op if value is op else value
-            return rule_for(op).relate(op, source, m, self.program)
+            if isinstance(value, Side):
+                return rule_for(op).relate_side(op, value, m, self.program)
+            return rule_for(op).relate(op, value, m, self.program)
         except Blocked as blocked:
             raise self._explained(state, blocked, value, op) from None
 
-    def _explained(self, state: _State, blocked: Blocked, value: fx.Node, op: fx.Node) -> Blocked:
+    def _explained(self, state: _State, blocked: Blocked, value: Value, op: fx.Node) -> Blocked:
         """The reason with its place and, off the straight way, how the push got there."""
         if op in _producers(value) and _is_computed_from_weights(op):
             return Blocked(
@@ -109,18 +112,18 @@ class _Push:
                 f"a weight is computed ({describe(op)}), not stored: {blocked.detail}",
             )
         detail = f"{describe(op)}: {blocked.detail}"
-        direct = value not in state.detours and value.op != "placeholder"
+        direct = value not in state.detours and node_of(value).op != "placeholder"
         if direct and blocked.code in {"output", "hook", "stale-alias"}:
             return Blocked(blocked.code, detail)
         return self._on_detour(self._detour(state, value, op), blocked.code, detail)
 
-    def _detour(self, state: _State, value: fx.Node, op: fx.Node) -> str | None:
+    def _detour(self, state: _State, value: Value, op: fx.Node) -> str | None:
         """Why going from ``value`` to ``op`` leaves the straight way, if it does."""
         if value in state.detours:
             return state.detours[value]
         if op is value or op in _producers(value):
             return None
-        if value.op == "placeholder":
+        if node_of(value).op == "placeholder":
             return "shared"
         return "other-reader" if self.against else None
 
@@ -131,11 +134,9 @@ class _Push:
             return Blocked("other-reader", f"a value is read elsewhere too; there, {detail}")
         return Blocked(code, detail)
 
-    def _take(
-        self, state: _State, value: fx.Node, op: fx.Node, step: list[tuple[fx.Node, Map]]
-    ) -> None:
+    def _take(self, state: _State, value: Value, op: fx.Node, step: Step) -> None:
         if step:
-            state.settled[op] = {value: state.maps[value], **dict(step)}
+            state.settled[_constraint(op, value, state.maps[value])] = {value: state.maps[value], **dict(step)}
         detour = self._detour(state, value, op)
         for target, m in step:
             try:
@@ -146,37 +147,37 @@ class _Push:
     def set(
         self,
         state: _State,
-        target: fx.Node,
+        target: Value,
         m: Map,
         origin: fx.Node | None,
         detour: str | None = None,
     ) -> None:
         """Give ``target`` the map that ``origin`` asks for, and queue the ops next to it."""
         if target in self.fixed:
-            raise Blocked("other-reader", f"{describe(target)} must stay as it is")
+            raise Blocked("other-reader", f"{describe(node_of(target))} must stay as it is")
         known = state.maps.get(target)
         if known is not None:
             if known.same(m):
                 return
             raise Blocked(
-                "other-reader", f"{describe(target)} would have to take two different maps"
+                "other-reader", f"{describe(node_of(target))} would have to take two different maps"
             )
-        if target.op == "placeholder":
-            _require_absorbing(target, m)
+        node = node_of(target)
+        if node.op == "placeholder":
+            _require_absorbing(node, m)
         state.maps[target] = m
         if detour is not None:
             state.detours[target] = detour
-        ops = [*_producers(target), *target.users]
         state.queue += [
             (target, op)
-            for op in dict.fromkeys(_op_of(op) if op is not target else op for op in ops)
+            for op in dict.fromkeys([*_producers(target), *node.users])
             if op is not origin and op not in self.starts
         ]
 
 
 def push(
     program: Program,
-    maps: Iterable[tuple[fx.Node, Map]],
+    maps: Iterable[tuple[Value, Map]],
     starts: Iterable[fx.Node],
     fixed: Iterable[fx.Node],
     *,
@@ -199,11 +200,24 @@ def push(
     for node, m in maps:
         pushing.set(state, node, m, None)
     state = pushing.solve(state)
-    return Pushed(state.maps, set(state.settled) | _readers(state.maps))
+    return Pushed(state.maps, _ops_next_to(state.maps))
 
 
-def _readers(maps: Iterable[fx.Node]) -> set[fx.Node]:
-    return {op for value in maps for op in (*value.users, value)}
+def _ops_next_to(values: Iterable[Value]) -> set[fx.Node]:
+    return {op for value in values for op in (*node_of(value).users, node_of(value))}
+
+
+def node_of(value: Value) -> fx.Node:
+    """The node of a value, or of a weight of which a value is one side."""
+    return value.node if isinstance(value, Side) else value
+
+
+def _constraint(op: fx.Node, value: Value, m: Map) -> Any:
+    """What a visit from ``value`` settles; an op without a rule settles nothing else either."""
+    try:
+        return rule_for(op).constraint(op, value, m)
+    except Blocked:
+        return op
 
 
 def commit(program: Program, pushed: Pushed) -> None:
@@ -269,8 +283,10 @@ def _op_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _producers(value: fx.Node) -> list[fx.Node]:
-    return [] if value.op == "placeholder" else [_op_of(value)]
+def _producers(value: Value) -> list[fx.Node]:
+    if isinstance(value, Side) or value.op == "placeholder":
+        return []
+    return [_op_of(value)]
 
 
 def _require_absorbing(node: fx.Node, m: Map) -> None:

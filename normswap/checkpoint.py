@@ -237,7 +237,7 @@ class ShardWriter:
         try:
             save_file(_storable(tensors), self.directory / file, metadata=metadata)
         except SafetensorError as error:  # how it reports a full disk
-            raise DestinationError(f"{file}: cannot be written: {first_line(error)}") from error
+            raise OSError(first_line(error)) from error
         # safetensors writes for the owner alone; the directory was made with the user's umask.
         (self.directory / file).chmod(self.directory.stat().st_mode & 0o666)
         self.done.add(file)

@@ -23,6 +23,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, cast
 
 import typer
 
+from normswap.errors import (
+    CaptureError,
+    CheckpointError,
+    NormswapError,
+    RefusedError,
+    VerificationError,
+)
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -111,7 +119,7 @@ def _command(name: str) -> Callable[[Callable[P, int]], Callable[P, None]]:
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
                 code = function(*args, **kwargs)
-            except (typer.Exit, typer.Abort, typer.BadParameter):
+            except (typer.Exit, typer.Abort):
                 raise
             except Exception as error:
                 if os.environ.get("NORMSWAP_DEBUG"):
@@ -127,13 +135,6 @@ def _command(name: str) -> Callable[[Callable[P, int]], Callable[P, None]]:
 
 def _fail(error: Exception) -> int:
     from normswap.checkpoint import DestinationError
-    from normswap.errors import (
-        CaptureError,
-        CheckpointError,
-        NormswapError,
-        RefusedError,
-        VerificationError,
-    )
 
     text = " ".join(str(error).split())
     if not isinstance(error, NormswapError):
@@ -197,14 +198,13 @@ def fold_bn(
     as_json: AsJson = False,
 ) -> int:
     """Fold the BatchNorms of a model into the layers beside them."""
-    import normswap as ns
     from normswap import hub
     from normswap.checkpoint import check_destination
     from normswap.export import check_targets
 
     targets = [Path(target) for target in export or ()]
     if dst is None and not dry_run:
-        raise typer.BadParameter("DST is missing (only --dry-run goes without)")
+        raise NormswapError("DST is missing (only --dry-run goes without)")
     if dst is not None and not dry_run:
         check_destination(dst, overwrite=overwrite)
         check_targets(targets, overwrite=overwrite)
@@ -212,7 +212,7 @@ def fold_bn(
     model = _load(src, arch, arch_kwargs, _dtype(dtype))
     try:
         model, report = _fold(model, examples, where, verify, strict, dry_run)
-    except (ns.RefusedError, ns.VerificationError) as error:
+    except (RefusedError, VerificationError) as error:
         if error.report is not None:
             _print_report(error.report, as_json)
         raise
@@ -344,16 +344,16 @@ def _arch_kwargs(text: str | None) -> dict[str, Any] | None:
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"--arch-kwargs is not JSON ({error}): {text}") from error
+        raise NormswapError(f"--arch-kwargs is not JSON ({error}): {text}") from error
     if not isinstance(data, dict):
-        raise typer.BadParameter('--arch-kwargs must be a JSON object, like {"depth": 2}')
+        raise NormswapError('--arch-kwargs must be a JSON object, like {"depth": 2}')
     return data
 
 
 def _example_inputs(shapes: list[str] | None, file: Path | None) -> Any:
     """What the options say, as the library's ``example_inputs``; None if they say nothing."""
     if shapes and file is not None:
-        raise typer.BadParameter("give --input-shape or --inputs, not both")
+        raise NormswapError("give --input-shape or --inputs, not both")
     if file is not None:
         from normswap.tensorstore import open_store
 
@@ -378,7 +378,7 @@ def _shape(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise typer.BadParameter(f"--input-shape {text!r} is not like 1,3,224,224")
+        raise NormswapError(f"--input-shape {text!r} is not like 1,3,224,224")
     return sizes
 
 
@@ -390,7 +390,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     names = {"float16": torch.float16, "bfloat16": torch.bfloat16}
     names |= {"float32": torch.float32, "float64": torch.float64}
     if name not in names:
-        raise typer.BadParameter(f"--dtype {name!r} is not one of {', '.join(names)}")
+        raise NormswapError(f"--dtype {name!r} is not one of {', '.join(names)}")
     return names[name]
 
 
@@ -415,7 +415,7 @@ def _fold(
     report = ns.Report(plan.rewrite, type(model).__name__, sites, mapping, None, notes, plan)
     refused = [site for site in sites if site.status == "refused" and site.reason != "where"]
     if strict and refused:
-        raise ns.RefusedError(f"{len(refused)} of {len(sites)} norms are refused", report)
+        raise RefusedError(f"{len(refused)} of {len(sites)} norms are refused", report)
     return model, report
 
 

@@ -27,7 +27,24 @@ from normswap.capture import hook_read, stale_read
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program, Vector
 
-Step = list[tuple[fx.Node, Map]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The output or input channels of a stored weight.
+
+    A scale of its rows and one of its columns are independent of each other, so a weight takes
+    one map for each side: a depthwise convolution between two scaled values, for example.
+    """
+
+    node: fx.Node
+    inputs: bool
+
+
+Value = fx.Node | Side
+"""What a map can be on."""
+
+Step = list[tuple[Value, Map]]
 """Maps that other endpoints of an op must take."""
 
 PASS = "pass"
@@ -83,6 +100,11 @@ def named_value(program: Program, node: fx.Node) -> Vector:
     raise Blocked("parametrised", f"the tensor is computed ({name}), not stored")
 
 
+def describe_tensor(node: fx.Node) -> str:
+    """The name of a stored tensor, quoted."""
+    return repr(node.meta["tensor"].name)
+
+
 class Rule:
     """What one op does to maps."""
 
@@ -92,6 +114,14 @@ class Rule:
         ``source`` is ``node`` itself for its output.
         """
         raise NotImplementedError
+
+    def relate_side(self, node: fx.Node, side: Side, m: Map, program: Program) -> list[Step]:
+        """The same for one side of a weight; most ops know a weight as a whole only."""
+        return self.relate(node, side.node, m, program)
+
+    def constraint(self, node: fx.Node, source: Value, m: Map) -> Any:
+        """What ``source`` takes part in: an op may hold several independent constraints."""
+        return node
 
 
 def _only_on(m: Map, axes: Sequence[int], what: str) -> None:
@@ -381,13 +411,21 @@ class Slicing(Rule):
         kept[axis] = len(range(start, stop, step))
         if source is node:
             back = m.carried(shape_of(node), tuple(kept))
-            if axis not in back.axes:  # along another axis: every position takes it
-                return [[(x, back)]]
-            return [[(x, _whole(back, axis, start, stop, shape_of(x)[axis], step))]]
+            only: Step = [(x, _whole(back, axis, start, stop, shape_of(x)[axis], step))]
+            return _either(back, axis, only, [(x, back)])
         piece = _piece(m, axis, start, stop, step)
         if piece is not m and piece.is_identity:
             return [[]]
         return [[(node, piece.carried(tuple(kept), shape_of(node)))]]
+
+
+def _either(m: Map, axis: int, only: Step, alike: Step) -> list[Step]:
+    """A map on one piece of ``axis``: on that piece only, or, if it is constant there, on all."""
+    if axis in m.axes:
+        return [only]
+    if isinstance(m, Centre):
+        return [alike]
+    return [alike, only] if m.axes else [only, alike]
 
 
 def _range_of(node: fx.Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
@@ -429,10 +467,9 @@ class Splitting(Rule):
             ]
         item, start, stop, kept = next(p for p in pieces if p[0] is source)
         back = m.carried(shape_of(item), kept)
-        if axis in back.axes:
-            return [[(x, _whole(back, axis, start, stop, shape_of(x)[axis]))]]
-        others = [(other, back.carried(k, shape_of(other))) for other, _, _, k in pieces]
-        return [[(x, back), *others]]
+        only: Step = [(x, _whole(back, axis, start, stop, shape_of(x)[axis]))]
+        others: Step = [(other, back.carried(k, shape_of(other))) for other, _, _, k in pieces]
+        return _either(back, axis, only, [(x, back), *others])
 
     def _pieces(
         self, node: fx.Node, axis: int
@@ -535,20 +572,28 @@ class Adding(Rule):
             raise Blocked("op", "adds a value to itself")
         signs = dict(zip(operands, names, strict=True))
         if source is not node:
-            on_output = _up(m, shape_of(node))
-            assert isinstance(on_output, Shift)
-            return [[(node, on_output if signs[source] > 0 else on_output.negated())]]
+            m = _up(m, shape_of(node))  # type: ignore[assignment]
+            m = m if signs[source] > 0 else m.negated()
+            # Onward, or made up for in the other summand.
+            onward: list[Step] = [[(node, m)]]
+            return onward + self._into_summands(operands, signs, source, m.negated())
+        steps = self._into_summands(operands, signs, source, m)
+        if not steps:
+            raise Blocked("axis-mismatch", "no summand varies on the mapped axis")
+        return steps
+
+    def _into_summands(
+        self, operands: list[Any], signs: dict[Any, int], source: fx.Node, m: Shift
+    ) -> list[Step]:
         steps: list[Step] = []
         for value in operands:
-            if isinstance(value, fx.Node):
+            if isinstance(value, fx.Node) and value is not source:
                 try:
                     taken = _down(m, shape_of(value))
                 except Blocked:
                     continue
                 assert isinstance(taken, Shift)
                 steps.append([(value, taken if signs[value] > 0 else taken.negated())])
-        if not steps:
-            raise Blocked("axis-mismatch", "no summand varies on the mapped axis")
         return steps
 
 
@@ -608,14 +653,16 @@ class Concatenating(Rule):
         mine = [p for p in pieces if p[0] is source]
         _, begin, end, kept = mine[0]
         lifted = m.carried(shape_of(source), kept)
-        if axis in lifted.axes or (kept[axis] == 1 and not stacked and lifted.axes <= {axis}):
-            if len(mine) > 1:
-                raise Blocked("op", "concatenates a value with itself")
-            if isinstance(m, Centre):
-                raise Blocked("op", "concatenates along the centred axis")
-            return [[(node, _whole(lifted, axis, begin, end, start))]]
+        if isinstance(m, Centre) and axis in lifted.axes:
+            raise Blocked("op", "concatenates along the centred axis")
         others: Step = [(p, lifted.carried(k, shape_of(p))) for p, _, _, k in pieces]
-        return [[(node, lifted), *others]]
+        only: Step = [(node, _whole(lifted, axis, begin, end, start))]
+        steps = _either(lifted, axis, only, [(node, lifted), *others])
+        if len(mine) > 1:  # the value stands at several places
+            steps = [step for step in steps if step is not only]
+        if not steps:
+            raise Blocked("op", "concatenates a value with itself")
+        return steps
 
 
 @dataclass(frozen=True)
@@ -636,6 +683,8 @@ class Multiplying(Rule):
             value, factor = operands
         else:
             value = source
+        if isinstance(m, Shift) and is_stored(factor) and op_name(node) == "mul":
+            return self._shift_by_vector(node, value, factor, source, m)
         if m.kind == "shift" and isinstance(factor, (int, float)) and factor:
             if op_name(node) == "div":
                 if value is operands[1]:
@@ -676,6 +725,22 @@ class Multiplying(Rule):
             raise Blocked("axis-mismatch", "no factor varies on the mapped axis")
         return steps
 
+    def _shift_by_vector(
+        self, node: fx.Node, value: Any, factor: fx.Node, source: fx.Node, m: Shift
+    ) -> list[Step]:
+        """A stored factor ``v``: ``v * t`` forward, ``t / v`` back."""
+        program = m.vector.program
+        other = named_value(program, factor).with_rank(len(shape_of(node)))
+        vector = m.vector.with_rank(len(shape_of(node)))
+        if source is node and not (other.known and bool((other.value != 0).all())):
+            raise Blocked("zero-scale", f"the shift would be divided by {describe_tensor(factor)}")
+        shape = tuple(max(a, b) for a, b in zip(vector.shape, other.shape, strict=True))
+        ref = program.emit("divide" if source is node else "multiply", vector.ref, other.ref)
+        moved = m.at(lambda v: Vector(program, ref, shape))
+        if source is node:
+            return [[(value, _down(moved, shape_of(value)))]]
+        return [[(node, moved)]]
+
     def _centre(
         self, node: fx.Node, value: fx.Node, factor: Any, source: fx.Node, m: Map
     ) -> list[Step]:
@@ -687,6 +752,10 @@ class Multiplying(Rule):
                 raise Blocked("op", "multiplies by a value that varies on the centred axis")
         other = _down(m, shape_of(value)) if source is node else _up(m, shape_of(node))
         return [[(value if source is node else node, other)]]
+
+
+def _side(weight: fx.Node, *, inputs: bool) -> Value:
+    return Side(weight, inputs) if is_stored(weight) else weight
 
 
 # -- contractions with weights ----------------------------------------------------------------------
@@ -716,8 +785,8 @@ class Contraction(Rule):
         """A map on the input channels ``[in]`` as a map on ``W``."""
         raise NotImplementedError
 
-    def from_weight(self, node: fx.Node, m: Map) -> tuple[str, Map] | None:
-        """A map on ``W`` as ``("out" | "in", map on the channels)``, if it is one."""
+    def from_weight(self, node: fx.Node, m: Map) -> tuple[bool, Map] | None:
+        """A map on ``W`` as ``(on the input channels?, map on the channels)``, if it is one."""
         raise NotImplementedError
 
     def taken(self, node: fx.Node, t: Vector, program: Program) -> Vector:
@@ -735,20 +804,43 @@ class Contraction(Rule):
         if source is x:
             return self._from_input(node, m, program)
         if source is weight:
-            if isinstance(m, Scale):
-                side = self.from_weight(node, m)
-                if side is not None:
-                    which, channels = side
-                    if which == "out":
-                        return [self._output_side(node, channels)]
-                    assert isinstance(channels, Scale)
-                    return [[(x, self._spread(channels.inverted(), shape_of(x), self.axes(node)[0]))]]
-            raise Blocked("shared", "another call reads the same weight")
+            along = self.from_weight(node, m) if isinstance(m, Scale) else None
+            if along is None:
+                raise Blocked("shared", "another call reads the same weight")
+            return [self._input_side(node, along[1]) if along[0] else self._output_side(node, along[1])]
         if source is bias:
             if isinstance(m, Shift):
                 return [[(node, self._spread(m, shape_of(node), self.axes(node)[1]))]]
             return [self._output_side(node, m)]
         return self._from_output(node, m)
+
+    def relate_side(self, node: fx.Node, side: Side, m: Map, program: Program) -> list[Step]:
+        """The other end of the same channels."""
+        if side.node is not self.operands(node)[1]:
+            return self.relate(node, side.node, m, program)
+        channels = self.side_channels(node, m, inputs=side.inputs)
+        if channels is None or not isinstance(m, Scale):
+            raise Blocked("shared", "another call reads the same weight")
+        return [self._input_side(node, channels) if side.inputs else self._output_side(node, channels)]
+
+    def constraint(self, node: fx.Node, source: Value, m: Map) -> Any:
+        """Scales of the input channels and of the output channels are independent."""
+        x, weight, _ = self.operands(node)
+        if not isinstance(m, Scale):
+            return node
+        if source is x or (isinstance(source, Side) and source.inputs and source.node is weight):
+            return node, "inputs"
+        return node
+
+    def side_channels(self, node: fx.Node, m: Map, *, inputs: bool) -> Map | None:
+        """A map on one side of ``W``, as a map on those channels."""
+        along = self.from_weight(node, m)
+        return None if along is None or (m.axes and along[0] != inputs) else along[1]
+
+    def _input_side(self, node: fx.Node, channels: Map) -> Step:
+        x = self.operands(node)[0]
+        assert isinstance(channels, Scale)
+        return [(x, self._spread(channels.inverted(), shape_of(x), self.axes(node)[0]))]
 
     def _spread(self, channels: Map, shape: Sequence[int], axis: int) -> Map:
         """A map on ``[channels]`` as a map on a value of ``shape``."""
@@ -764,7 +856,7 @@ class Contraction(Rule):
         _, weight, bias = self.operands(node)
         step: Step = [(node, self._spread(channels, shape_of(node), self.axes(node)[1]))]
         if isinstance(channels, (Scale, Centre)):
-            step.append((weight, self.outputs_on_weight(node, channels)))
+            step.append((_side(weight, inputs=False), self.outputs_on_weight(node, channels)))
         if bias is not None:
             step.append((bias, channels))
         return step
@@ -799,7 +891,8 @@ class Contraction(Rule):
         _only_on(m, [axis], "the layer reads and")
         channels = self._channels(node, m, axis)
         if isinstance(m, Scale):
-            return [[(weight, self.inputs_on_weight(node, m.inverted().at(lambda v: channels.vector)))]]
+            inverse = m.inverted().at(lambda v: channels.vector)
+            return [[(_side(weight, inputs=True), self.inputs_on_weight(node, inverse))]]
         if isinstance(m, Centre):
             raise Blocked("raw-reader", "reads the mean")
         assert isinstance(m, Shift)
@@ -846,13 +939,12 @@ class Linear(Contraction):
         size = m.vector.shape[-1]
         return m.reshape(size, 1) if self.transposed else m.reshape(1, size)
 
-    def from_weight(self, node: fx.Node, m: Map) -> tuple[str, Map] | None:
+    def from_weight(self, node: fx.Node, m: Map) -> tuple[bool, Map] | None:
         """A map along one axis of ``W``."""
         if len(m.axes) > 1:
             return None
-        axis = next(iter(m.axes), 0)
-        side = "out" if (axis == 1) == self.transposed else "in"
-        return side, m.reshape(m.vector.shape[axis])
+        axis = next(iter(m.axes), int(self.transposed))
+        return (axis == 0) == self.transposed, m.reshape(m.vector.shape[axis])
 
     def taken(self, node: fx.Node, t: Vector, program: Program) -> Vector:
         """``W t``."""
@@ -935,14 +1027,31 @@ class Convolution(Contraction):
         """``[in]`` on ``W``, for each group."""
         return self._on_weight(node, m, inputs=True)
 
-    def from_weight(self, node: fx.Node, m: Map) -> tuple[str, Map] | None:
+    def from_weight(self, node: fx.Node, m: Map) -> tuple[bool, Map] | None:
         """A map along the axis of ``W`` that stands for all output or all input channels."""
         form = self._form(node)
         if not m.axes <= {0} and (form["groups"] > 1 or not m.axes <= {1}):
             return None
-        axis = next(iter(m.axes), 0)
-        side = "out" if (axis == 0) != form["transposed"] else "in"
-        return side, m.reshape(m.vector.shape[axis])
+        axis = next(iter(m.axes), int(form["transposed"]))
+        return (axis == 0) == form["transposed"], m.reshape(m.vector.shape[axis])
+
+    def side_channels(self, node: fx.Node, m: Map, *, inputs: bool) -> Map | None:
+        """As on any weight; the side that is stored for each group is regrouped."""
+        groups, weight = self._form(node)["groups"], shape_of(self.operands(node)[1])
+        if groups == 1 or inputs == self._form(node)["transposed"]:
+            if not m.axes <= {0 if inputs == self._form(node)["transposed"] else 1}:
+                return None
+            axis = 0 if inputs == self._form(node)["transposed"] else 1
+            return m.reshape(m.vector.shape[axis])
+        first, second = weight[0] // groups, weight[1]
+        if not m.axes <= {0, 1}:
+            return None
+
+        def regroup(v: Vector) -> Vector:
+            full = v.reshape(v.shape[:2]).expand((weight[0], second))
+            return full.reshape((groups, first, second)).slice(1, 0, 1).reshape((groups * second,))
+
+        return m.at(regroup)
 
     def taken(self, node: fx.Node, t: Vector, program: Program) -> Vector:
         """All taps of ``W`` times ``t``."""

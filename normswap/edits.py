@@ -52,15 +52,29 @@ def _replace(model: nn.Module, edit: ModuleEdit, new: nn.Module, undo: Undo) -> 
         undo.append(lambda slots=slots, leaf=leaf, old=old: slots.update({leaf: old}))
 
 
+class Clone(nn.Module):
+    """Returns a copy of its input: stands for a folded norm whose input is still needed.
+
+    Without it a later in-place op would write to the input of the norm.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x.clone()``."""
+        return x.clone()
+
+
 def _identity(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     if edit.module == "":
         raise NormswapError("the model itself is the norm: it cannot be taken out in place")
-    _replace(model, edit, nn.Identity(), undo)
+    _replace(model, edit, Clone() if edit.params.get("clone") else nn.Identity(), undo)
 
 
 def _keep_children(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     old = model.get_submodule(edit.module)
-    children = OrderedDict((name, old.get_submodule(name)) for name in edit.params["children"])
+    children = OrderedDict[str, nn.Module]()
+    if edit.params.get("clone"):
+        children["clone"] = Clone()
+    children.update((name, old.get_submodule(name)) for name in edit.params["children"])
     _replace(model, edit, nn.Sequential(children), undo)
 
 
@@ -135,6 +149,9 @@ def _erase_node(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     op = nodes[edit.params["node"]]
     value = op.args[0] if op.args else op.kwargs["input"]
     assert isinstance(value, fx.Node)
+    if edit.params.get("clone"):
+        with module.graph.inserting_before(op):
+            value = module.graph.call_function(torch.ops.aten.clone.default, (value,))
     several = "native_batch_norm" in str(op.target)  # the result is item 0 of three
     items = list(op.users) if several else []
     for output in [item for item in items if item.args[1] == 0] if several else [op]:

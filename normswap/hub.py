@@ -391,12 +391,14 @@ def _fill(model: nn.Module, store: TensorStore, arch: str) -> None:
     try:
         result = model.load_state_dict(store.read_all(), strict=False)
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-        what = f"{len(lines)} tensors differ in shape; {lines[0]}" if lines else first_line(error)
-        raise CheckpointError(
-            f"{store.path}: does not fit {arch}: {what.rstrip('.')}; is the architecture (--arch, "
-            "--arch-kwargs) the right one?"
-        ) from error
+        shapes = {name: tuple(own[name].shape) for name in own if name in store}
+        misshapen = [name for name, shape in shapes.items() if store.infos[name].shape != shape]
+        if not misshapen:
+            raise CheckpointError(f"{store.path}: {arch}: {first_line(error)}") from error
+        missing = [name for name in own if name not in store]
+        unexpected = [name for name in store if name not in own]
+        message = _misfit(store.path, arch, missing, unexpected, misshapen)
+        raise CheckpointError(message) from error
     # A tied tensor that is there under one of its names is not missing.
     present = {id(tensor) for name, tensor in own.items() if name in store}
     missing = [name for name in result.missing_keys if id(own.get(name)) not in present]
@@ -416,11 +418,17 @@ def _tie(model: nn.Module, alias: str, name: str) -> None:
             getattr(module, slots)[leaf] = tensor
 
 
-def _misfit(path: Path, arch: str, missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    parts = [f"{_listed(missing)} missing"] if missing else []
-    parts += [f"{_listed(unexpected)} unexpected"] if unexpected else []
+def _misfit(
+    path: Path,
+    arch: str,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    misshapen: Sequence[str] = (),
+) -> str:
+    faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    parts = [f"{_listed(names)} {fault}" for fault, names in faults.items() if names]
     return (
-        f"{path}: does not fit {arch}: {' and '.join(parts)}; is the architecture (--arch, "
+        f"{path}: does not fit {arch}: {', '.join(parts)}; is the architecture (--arch, "
         "--arch-kwargs) the right one?"
     )
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import logging
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -87,6 +90,10 @@ def _from_input_size(model: nn.Module, described: Any, size: list[int]) -> Itera
     yield Inputs((draw.normal(2, *size),))
 
 
+_VISION = ("vision", "visual", "image", "backbone")
+_PATCH_GRID = (1, 4, 4)  # frames, rows and columns of patches
+
+
 class _FromConfig:
     """Tensors for the argument names that transformers' models share, as far as a config tells."""
 
@@ -94,26 +101,30 @@ class _FromConfig:
         self._configs = list(_nested_configs(config))
         self._batch = batch
         self._draw = Draw()
+        self._makers: dict[str, Callable[[], list[Tensor]]] = {
+            "bbox": self._boxes,
+            "grid_thw": lambda: [torch.tensor([_PATCH_GRID])],
+            "hidden_states": self._patches,
+            "input_features": self._features,
+            "input_values": self._waveform,
+            "inputs_embeds": self._embeds,
+            "past_observed_mask": lambda: [torch.ones_like(t) for t in self._series()],
+            "past_time_features": self._time_features,
+            "past_values": self._series,
+            "pixel_mask": lambda: [torch.ones_like(p[:, 0]).long() for p in self._images()],
+            "pixel_values_videos": self._clips,
+            "pixel_values": lambda: [*(self._clips() if self._frames() else []), *self._images()],
+        }
+        self._endings: dict[str, Callable[[], list[Tensor]]] = {
+            "input_ids": self._ids,
+            "attention_mask": lambda: [torch.ones(self._batch, self._length()).long()],
+        }
 
     def options(self, name: str) -> list[Tensor]:
         """The tensors that argument ``name`` may want, likeliest first; empty if unknown."""
-        if name == "inputs_embeds":
-            return self._embeds()
-        if name.endswith("input_ids"):
-            return self._ids()
-        if name.startswith("pixel_values"):
-            return self._pixels(video=name.endswith("videos"))
-        if name == "pixel_mask":
-            return [torch.ones_like(p[:, 0], dtype=torch.long) for p in self._pixels(video=False)]
-        if name == "input_features":
-            return self._features()
-        if name == "input_values":
-            return self._waveform()
-        if name.startswith("past_"):
-            return self._series(name)
-        if name.endswith("attention_mask"):
-            return [torch.ones(self._batch, self._length(), dtype=torch.long)]
-        return []
+        if name in self._makers:
+            return self._makers[name]()
+        return next((make() for end, make in self._endings.items() if name.endswith(end)), [])
 
     def _find(self, *names: str, near: tuple[str, ...] = ()) -> Any:
         """The first setting of one of these names, in sub-configs called like ``near`` first."""
@@ -157,17 +168,33 @@ class _FromConfig:
         width = self._integer("hidden_size", "d_model", "n_embd", near=("text",))
         return [self._draw.normal(self._batch, self._length(), width)] if width else []
 
-    def _pixels(self, *, video: bool) -> list[Tensor]:
-        near = ("vision", "visual", "image", "backbone")
-        size: Any = self._find("image_size", "img_size", "crop_size", near=near)
-        height, width = _height_and_width(size)
-        channels = self._integer("num_channels", "in_channels", "in_chans", near=near, default=3)
-        image = self._draw.normal(self._batch, channels, height, width)
-        frames = self._integer("num_frames", "frames_per_clip", near=near, default=8 * video)
-        if not frames:
-            return [image]
-        clip = self._draw.normal(self._batch, frames, channels, height, width)
-        return [clip] if video else [clip, image]
+    def _boxes(self) -> list[Tensor]:
+        """Boxes of words on a page, in thousandths or in parts of it."""
+        corners = torch.tensor([100, 200, 300, 400]).expand(self._batch, self._length(), 4)
+        return [corners.clone(), corners / 1000]
+
+    def _patches(self) -> list[Tensor]:
+        """Flattened patches of one image, or what a model without an embedding takes."""
+        patch = self._integer("patch_size")
+        frames = self._integer("temporal_patch_size")
+        width = self._channels() * frames * patch * patch
+        return [self._draw.normal(math.prod(_PATCH_GRID), width)] if width else self._embeds()
+
+    def _channels(self) -> int:
+        return self._integer("num_channels", "in_channels", "in_chans", near=_VISION, default=3)
+
+    def _size(self) -> tuple[int, int]:
+        return _height_and_width(self._find("image_size", "img_size", "crop_size", near=_VISION))
+
+    def _frames(self) -> int:
+        return self._integer("num_frames", "frames_per_clip", near=_VISION)
+
+    def _images(self) -> list[Tensor]:
+        return [self._draw.normal(self._batch, self._channels(), *self._size())]
+
+    def _clips(self) -> list[Tensor]:
+        shape = (self._batch, self._frames() or 8, self._channels(), *self._size())
+        return [self._draw.normal(*shape)]
 
     def _features(self) -> list[Tensor]:
         near = ("audio", "speech", "encoder")
@@ -190,21 +217,18 @@ class _FromConfig:
         mono = self._draw.normal(self._batch, samples)
         return [*spectrogram, mono, self._draw.normal(self._batch, channels, samples)]
 
-    def _series(self, name: str) -> list[Tensor]:
-        lags: Any = self._find("lags_sequence") or [0]
-        length = self._integer("context_length") + max(cast("list[int]", lags))
-        if not length:
-            return []
-        if name == "past_time_features":
-            width = self._integer("num_time_features")
-            return [self._draw.normal(self._batch, length, width)]
+    def _series(self) -> list[Tensor]:
+        length = self._past()
         channels = self._integer("num_input_channels", "input_size", default=1)
-        shape = (
-            (self._batch, length)
-            if lags != [0] and channels == 1
-            else (self._batch, length, channels)
-        )
-        return [torch.ones(shape) if name.endswith("mask") else self._draw.normal(*shape)]
+        one = [self._draw.normal(self._batch, length)] if channels == 1 else []
+        return [*one, self._draw.normal(self._batch, length, channels)] if length else []
+
+    def _time_features(self) -> list[Tensor]:
+        return [self._draw.normal(self._batch, self._past(), self._integer("num_time_features"))]
+
+    def _past(self) -> int:
+        lags: Any = self._find("lags_sequence") or [0]
+        return self._integer("context_length") + max(cast("list[int]", lags))
 
 
 def _nested_configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -238,6 +262,7 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Inputs]:
     required = [n for n in accepted if n not in {"args", "kwargs"} and _is_required(accepted[n])]
     main: Any = getattr(model, "main_input_name", "input_ids")
     names = [main] if isinstance(main, str) else list(cast("list[str]", main))
+    # The argument names that stand for a whole input; boxes go with the words of `input_ids`.
     common = ("input_ids", "pixel_values", "input_features", "input_values", "past_values")
     if not any(name in accepted for name in names):
         names = [next((n for n in common if n in accepted), "")]
@@ -245,7 +270,7 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Inputs]:
         names.append("decoder_input_ids")
     names = [n for n in dict.fromkeys((*names, *required)) if n in accepted]
     # Two towers (text beside images or sound) need both, though each argument has a default.
-    both = list(dict.fromkeys((*names, *(n for n in common[:4] if n in accepted))))
+    both = list(dict.fromkeys((*names, *(n for n in (*common[:4], "bbox") if n in accepted))))
     for batch in (2, 1):  # 1: some heads take no batch without a padding token
         build = _FromConfig(config, batch)
         for wanted in (names, both) if both != names else (names,):
@@ -275,8 +300,7 @@ def _runs_on_fakes(model: nn.Module, inputs: Inputs) -> bool:
         twin_tensor = fake(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(twin_tensor, False) if is_parameter else twin_tensor
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(), mode:
-        warnings.simplefilter("ignore")
+    with _silence(), torch.random.fork_rng(devices=[]), torch.inference_mode(), mode:
         try:
             twin = copy.deepcopy(model, memo)
             for module in twin.modules():
@@ -290,6 +314,19 @@ def _runs_on_fakes(model: nn.Module, inputs: Inputs) -> bool:
     return True
 
 
+@contextmanager
+def _silence() -> Generator[None]:
+    """No warnings, and none of the tracebacks that torch logs when an op fails on fakes."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
+
+
 def _what_to_pass(model: nn.Module) -> str:
     """The error of a model whose inputs cannot be derived, with a call that is likely right."""
     parameters = inspect.signature(model.forward).parameters
@@ -301,9 +338,9 @@ def _what_to_pass(model: nn.Module) -> str:
         call = f"example_inputs=({first}, {others})"
     wants = f"forward({', '.join(required)})" if required else "forward"
     return (
-        f"{type(model).__name__} does not say which inputs it takes (no transformers config and no "
-        f"timm default_cfg that tells), so they have to be given. Its {wants} is called as "
-        f"model(*example_inputs); pass for instance\n    {call}"
+        f"the inputs of {type(model).__name__} cannot be derived from what it says of itself (a "
+        f"transformers config or timm's default_cfg), so they have to be given. Its {wants} is "
+        f"called as model(*example_inputs); pass for instance\n    {call}"
     )
 
 

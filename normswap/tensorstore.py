@@ -337,7 +337,8 @@ def _load_pickle(path: Path) -> object:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    return f"{path}: damaged or truncated, or no PyTorch checkpoint ({first_line(error)})"
+    reason = first_line(error).partition(". ")[0]
+    return f"{path}: damaged or truncated, or no PyTorch checkpoint ({reason})"
 
 
 def _pickle_message(path: Path, text: str) -> str:

@@ -35,6 +35,8 @@ REFUSALS = {
     "where",
     "value-unknown",
     "lazy",
+    "norm-reader",
+    "pooling",
 }
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
 

@@ -463,12 +463,28 @@ class Network:
         return f"{self.model}\ninput {tuple(self.x.shape)}"
 
 
+@torch.no_grad()
+def _random_weights(program: Program, seed: int) -> None:
+    """Weights of the layers that do not depend on the global generator."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in program.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter):
+            continue
+        if isinstance(module, nn.PReLU):
+            weight.copy_(torch.rand(weight.shape, generator=generator) - 0.3)
+        elif weight.ndim > 1:
+            values = torch.randn(weight.shape, generator=generator)
+            weight.copy_(values / weight[0].numel() ** 0.5)
+
+
 def build_network(choices: Choices) -> Network:
     """A network of random shape, then random parameters."""
     builder = Builder(choices)
     program = builder.build()
     sign = choices.choose(("mixed", "positive", "mixed"))
     seed = choices.choose(range(1000))
+    _random_weights(program, seed)
     randomise(program, seed, sign)
     norms = [m for m in program.modules() if is_batch_norm(m) and m.running_var is not None]
     if norms:

@@ -279,7 +279,7 @@ def test_directory_with_a_bad_config(run: Run, text: str, code: int, message: st
         ((*PLAIN, "--arch-kwargs", "{garbage"), USAGE, "--arch-kwargs is not JSON"),
         ((*PLAIN, "--arch-kwargs", "[1]"), USAGE, "must be a JSON object"),
         ((*PLAIN, "--arch-kwargs", '{"deep": 1}'), USAGE, "failed: TypeError"),
-        ((*PLAIN, "--arch-kwargs", '{"width": 5}'), DAMAGED, "differ in shape"),
+        ((*PLAIN, "--arch-kwargs", '{"width": 5}'), DAMAGED, "of another shape"),
         (("--arch", "networks:plain"), USAGE, "example_inputs"),
         (("--arch", "networks:plain", "--input-shape", "a,b"), USAGE, "--input-shape 'a,b'"),
         (("--arch", "networks:plain", "--input-shape", ""), USAGE, "--input-shape ''"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,9 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
     """The command line in a directory that holds `networks.py`."""
     (tmp_path / "networks.py").write_text(NETWORKS)
     monkeypatch.chdir(tmp_path)
@@ -77,7 +81,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
             cli.main([str(argument) for argument in arguments])
         return Done(int(stopped.value.code or 0), *capfd.readouterr())
 
-    return call
+    handler = signal.getsignal(signal.SIGTERM)
+    yield call
+    signal.signal(signal.SIGTERM, handler)
 
 
 def write(name: str, file: str = "m.safetensors") -> nn.Module:
@@ -356,6 +362,21 @@ def test_failed_verification_writes_nothing(
     done = run("fold-bn", "m.safetensors", "out", *PLAIN)
     assert (done.code, done.err) == (1, "error: the changed model differs\n")
     assert not (tmp_path / "out").exists()
+
+
+def test_killed_run_leaves_nothing_behind(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("plain")
+
+    def kill(*args: Any) -> None:
+        assert any(name.startswith(".out.") for name in written(tmp_path))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("normswap.export.export_model", kill)
+    done = run("fold-bn", "m.safetensors", "out", *PLAIN, "--export", "model.pt2")
+    assert done.code == 128 + signal.SIGTERM
+    assert set(written(tmp_path)) <= {"m.safetensors", "networks.py", "__pycache__"}
 
 
 def test_demo_runs(run: Run) -> None:

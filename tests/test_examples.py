@@ -35,3 +35,13 @@ def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     scope: dict[str, object] = {}
     for block in blocks:
         exec(block, scope)
+
+
+def test_readme_explains_every_reason() -> None:
+    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "normswap").rglob("*.py"))
+    codes = set(re.findall(r"Blocked\(\s*\"([a-z-]+)\"", source))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    table = readme[readme.index("| reason |") :].split("\n\n")[0]
+    explained = set(re.findall(r"`([a-z-]+)`", table))
+    only_of_centring = {"raw-reader", "norm-writer"}
+    assert codes - only_of_centring - explained == set()

@@ -6,7 +6,7 @@ import copy
 import pickle
 
 import torch
-from fuzzing import check_fold, norm_calls
+from folding import check_fold, norm_calls
 from helpers import relative_error, run
 from hypothesis import HealthCheck, given, settings
 from strategies import Network, networks, seeded_network

@@ -93,6 +93,10 @@ class _Folding:
     chosen: Callable[[Any], bool]
     read: Callable[[str], Tensor | None] | None
     folded: list[_Folded] = field(default_factory=list[_Folded])
+    inside: dict[ModuleCall, list[fx.Node]] = field(default_factory=dict[ModuleCall, list[fx.Node]])
+    children: dict[ModuleCall, list[ModuleCall]] = field(
+        default_factory=dict[ModuleCall, list[ModuleCall]]
+    )
     refused: dict[int, Blocked] = field(default_factory=dict[int, Blocked])
 
     def __post_init__(self) -> None:
@@ -101,6 +105,13 @@ class _Folding:
         shapes |= {name: tensor.shape for name, (tensor, _) in self.biases.items()}
         self.program = Program(self.read or self._read, shapes.__getitem__)
         self.sites = batch_norms_in_graph(self.model, self.capture)
+        for node in self.capture.graph.nodes:
+            if node.op == "call_function" and node.target is not hook_read:
+                for call in _around(node):
+                    self.inside.setdefault(call, []).append(node)
+        for call in self.capture.calls:
+            if call.parent is not None:
+                self.children.setdefault(call.parent, []).append(call)
 
     def _read(self, name: str) -> Tensor | None:
         owner, _, leaf = name.rpartition(".")
@@ -127,8 +138,14 @@ class _Folding:
                 raise site.blocked
             if not self.chosen(site.site):
                 raise Blocked("where", "not selected by where=")
+            for instance in site.instances:
+                x, y = instance.x.meta["dtype"], instance.y.meta["dtype"]
+                if x != y:
+                    raise Blocked("op", f"it casts {x} to {y}")
             edits, removed = self._structure(site)
             action = self._absorb(site)
+            if any(_shares_storage(instance) for instance in site.instances):
+                edits = [ModuleEdit(e.kind, e.module, {**e.params, "clone": True}) for e in edits]
         except Blocked as blocked:
             self.refused[id(site)] = blocked
             return False
@@ -148,8 +165,6 @@ class _Folding:
             try:
                 pushes = self._push(site, against=against)
                 require_one_path(self.capture, pushes)
-                for instance in site.instances:
-                    _require_unshared_storage(instance)
                 return _describe_action(pushes, against=against)
             except Blocked as blocked:
                 self.program.rollback(mark)
@@ -256,14 +271,10 @@ class _Folding:
         self, site: GraphSite, call: ModuleCall, instance: Instance
     ) -> tuple[str, ...]:
         """The child modules that the call runs one after the other behind the norm."""
-        inside = [
-            n
-            for n in self.capture.graph.nodes
-            if n.op == "call_function" and call in _around(n) and n.target is not hook_read
-        ]
+        inside = self.inside.get(call, [])
         own = [n for n in inside if n.meta["call"] is call and n not in instance.nodes]
         computing = [n for n in own if not _computes_tensor_only(n)]
-        children = [c for c in self.capture.calls if c.parent is call]
+        children = self.children.get(call, [])
         prefix = f"{call.path}." if call.path else ""
         names = [c.path.removeprefix(prefix) for c in children]
         direct = all("." not in n for n in names) and len(set(names)) == len(names)
@@ -274,14 +285,13 @@ class _Folding:
 
     def _tensors_below(self, site: GraphSite, keep: tuple[str, ...]) -> list[str]:
         """All names of the tensors that go with the module."""
-        return [
-            name
-            for tensor in self.capture.tensors.values()
-            for name in tensor.names
-            for path in ({site.path, *site.site.names} - {None})
-            if name.startswith(f"{path}.")
-            and name.removeprefix(f"{path}.").partition(".")[0] not in keep
-        ]
+        found: list[str] = []
+        for path in {site.path, *site.site.names} - {None}:
+            module = self.model.get_submodule(path)
+            for tensors in (module.named_parameters, module.named_buffers):
+                names = [n for n, _ in tensors(remove_duplicate=False)]
+                found += [f"{path}.{n}" for n in names if n.partition(".")[0] not in keep]
+        return sorted(found)
 
     def _require_read_only_here(self, site: GraphSite) -> None:
         nodes = {n for instance in site.instances for n in instance.nodes}
@@ -308,23 +318,23 @@ class _Folding:
             plan.sites.append(_outcome(site, done.get(id(site)), self.refused.get(id(site))))
         for folded in self.folded:
             plan.module_edits += folded.edits
-            plan.removed += [n for n in folded.removed if n not in plan.removed]
+            plan.removed += folded.removed
+        plan.removed = list(dict.fromkeys(plan.removed))
+        gone = set(plan.removed)
         all_tensors = {**self.capture.tensors, **{n: t for n, (t, _) in self.biases.items()}}
         for target, sources in self.program.stored_sources(edits).items():
-            if target in plan.removed:
+            if target in gone:
                 continue
             op = "new" if target in self.biases else "fold"
             plan.mapping.append(MappingRow(target, sources, op, "exact"))
             if len(all_tensors[target].names) > 1:
                 plan.aliases[target] = list(all_tensors[target].names)
-        plan.edits = [e for e in edits if e.target not in plan.removed or _is_needed(e, edits)]
+        # What was pushed into a norm that was folded itself later is needed by that fold only.
+        read = {source for e in edits for source in e.sources}
+        plan.edits = [e for e in edits if e.target not in gone or e.target in read]
         plan.mapping += [MappingRow(name, (name,), "dropped", "exact") for name in plan.removed]
         plan.notes += _notes(self)
         return plan
-
-
-def _is_needed(edit: Any, edits: list[Any]) -> bool:
-    return any(edit.target in other.sources for other in edits)
 
 
 def _outcome(site: GraphSite, folded: _Folded | None, blocked: Blocked | None) -> SiteOutcome:
@@ -392,19 +402,13 @@ def _bypass(graph: fx.Graph, instance: Instance) -> None:
             graph.erase_node(node)
 
 
-def _require_unshared_storage(instance: Instance) -> None:
-    """Without the norm, its output *is* its input: no in-place write may then hit the other."""
+def _shares_storage(instance: Instance) -> bool:
+    """Without the norm its output *is* its input: could an in-place write then hit the other?"""
     x, y = instance.x, instance.y
-    if x.meta["dtype"] != y.meta["dtype"]:
-        raise Blocked("op", f"it casts {x.meta['dtype']} to {y.meta['dtype']}")
     others = [u for u in x.users if u not in instance.nodes]
-    if x.op == "placeholder" or others:
-        writer = _first_writer(y)
-        if writer is not None:
-            raise Blocked("stale-alias", f"{op_name(writer)} writes to its output in place")
-    for user in others:
-        if _writes_to(user, x):
-            raise Blocked("stale-alias", f"{op_name(user)} writes to its input in place")
+    still_read = x.op == "placeholder" or bool(others)
+    written = still_read and _first_writer(y) is not None
+    return written or any(_writes_to(user, x) for user in others)
 
 
 def _first_writer(value: fx.Node) -> fx.Node | None:

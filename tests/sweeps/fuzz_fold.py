@@ -19,7 +19,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from fuzzing import fold_faults  # noqa: E402
+from folding import fold_faults  # noqa: E402
 from helpers import check_report  # noqa: E402
 from strategies import seeded_network  # noqa: E402
 

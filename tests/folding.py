@@ -1,4 +1,4 @@
-"""What must hold when a random network is folded."""
+"""Folds in tests: what must hold whenever a model is folded."""
 
 from __future__ import annotations
 
@@ -9,16 +9,62 @@ import torch
 from helpers import (
     FunctionalBatchNorm,
     active_batch_norms,
+    assert_folded,
+    assert_no_norm_computes,
+    assert_same,
+    assert_state_equal,
     check_report,
     covers,
+    double,
     is_batch_norm,
+    random_input,
     relative_error,
     run,
+    state_copy,
 )
 from strategies import Network
 from torch import Tensor, nn
 
 import normswap as ns
+
+IMAGE = random_input(2, 3, 8, 8)
+
+
+def fold(model: nn.Module, *args: Tensor, **options: Any) -> tuple[nn.Module, Any]:
+    """Fold, and require what always holds: equal outputs, one answer per norm, input untouched."""
+    state = state_copy(model)
+    new, report = ns.fold_batchnorm(model, args if len(args) > 1 else args[0], **options)
+    check_report(model, report)
+    assert_state_equal(model, state)
+    assert_same(model, new, *args)
+    others = [random_input(3, *a.shape[1:], seed=7 + i, dtype=a.dtype) for i, a in enumerate(args)]
+    if all(a.is_floating_point() for a in args):
+        assert_same(model, new, *others)
+    return new, report
+
+
+def fold_all(model: nn.Module, *args: Tensor, names: tuple[str, ...] = ("bn",)) -> nn.Module:
+    """Fold where every norm must go."""
+    new, report = fold(model, *args)
+    assert_folded(report, *names)
+    assert_no_norm_computes(new, *args)
+    return new
+
+
+def unchanged(old: nn.Module, new: nn.Module, name: str) -> bool:
+    """Whether a submodule has the same tensors as before."""
+    a, b = old.get_submodule(name).state_dict(), new.get_submodule(name).state_dict()
+    return list(a) == list(b) and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def chain(*modules: nn.Module, seed: int = 0, sign: str = "mixed") -> nn.Sequential:
+    """A random sequential model in double precision."""
+    model = double(nn.Sequential(*modules), seed, sign)
+    assert isinstance(model, nn.Sequential)
+    return model
+
+
+# Random networks
 
 TOLERANCE = 1e-10
 
