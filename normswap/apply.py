@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from normswap.copying import copy_model
 from normswap.edits import Undo, apply_module_edits
 from normswap.errors import NormswapError
-from normswap.plan import Plan, fingerprint
+from normswap.plan import ModuleEdit, Plan, fingerprint
 from normswap.program import run_edits
 
 
@@ -74,8 +76,13 @@ def _add_biases(plan: Plan, model: nn.Module, undo: Undo) -> None:
     apply_module_edits(model, [e for e in plan.module_edits if e.kind in _FIRST], undo)
 
 
-def _late_edits(plan: Plan) -> list[object]:
-    return [e for e in plan.module_edits if e.kind not in _FIRST]  # type: ignore[return-value]
+def _late_edits(plan: Plan) -> list[ModuleEdit]:
+    return [e for e in plan.module_edits if e.kind not in _FIRST]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # The extremes say it in one fast pass: NaN propagates through them.
+    return tensor.numel() == 0 or all(math.isfinite(float(v)) for v in tensor.detach().aminmax())
 
 
 def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
@@ -90,11 +97,10 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
             undo.append(lambda: setattr(tensor, "data", old))
         # New storage: another model may share the old one.
         tensor.data = torch.empty_like(old).copy_(value)
-        if tensor.dtype != torch.float64 and not bool(torch.isfinite(tensor).all()):
-            if bool(torch.isfinite(value).all()):
-                raise NormswapError(
-                    f"{name!r} does not fit into {tensor.dtype} after the fold (largest value "
-                    f"{float(value.abs().max()):.3g}): use a wider dtype"
-                )
+        if not _is_finite(tensor) and _is_finite(value):
+            raise NormswapError(
+                f"{name!r} does not fit into {tensor.dtype} after the fold (largest value "
+                f"{float(value.abs().max()):.3g}): use a wider dtype"
+            )
 
     run_edits(plan.edits, read, write)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -29,59 +29,69 @@ def forget_cached(model: nn.Module) -> Generator[None]:
     such a cache held before is then computed again when it is next needed.
     """
     before = {cache: cache.cache_info().misses for cache in _caches(model)}
+    imported = len(sys.modules)
     try:
         yield
     finally:
-        for cache in set(_caches(model)):
+        # Only an import that the block made can have brought other caches.
+        caches = before if len(sys.modules) == imported else {*before, *_caches(model)}
+        for cache in caches:
             if cache.cache_info().misses != before.get(cache, 0):
                 cache.cache_clear()
 
 
 def _caches(model: nn.Module) -> Iterator[_Cache[Any]]:
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    classes = {cls for cls in classes if _root(cls.__module__) not in _FOREIGN}
     for module in model.modules():
         yield from _caches_in(vars(module).values())
-    packages: set[str] = set()
-    for name in {cls.__module__ for cls in classes}:
-        packages.add(name)
-        for value in _namespace(sys.modules.get(name)).values():
-            used = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
-            packages.add(used)
-    roots = {package.partition(".")[0] for package in packages} - _FOREIGN
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in roots:
-            for value in list(_namespace(module).values()):
-                yield from _caches_in([value])
-                if isinstance(value, type) and value.__module__ == name:
-                    yield from _caches_in(list(vars(value).values()))
-    # Classes made inside functions are in no namespace.
     for cls in classes:
-        if cls.__module__.partition(".")[0] not in _FOREIGN:
-            yield from _caches_in(list(vars(cls).values()))
+        yield from _caches_in(list(vars(cls).values()))
+    roots = {_root(cls.__module__) for cls in classes}
+    for name in {cls.__module__ for cls in classes}:
+        roots |= {_root(_origin(value)) for value in _namespace(name).values()}
+    for name in list(sys.modules):
+        if _root(name) in roots - _FOREIGN:
+            yield from _caches_of_module(name)
 
 
-def _namespace(module: Any) -> dict[str, Any]:
-    return getattr(module, "__dict__", {})
-
-
-def _module_of(value: Any) -> str:
-    if not isinstance(value, (FunctionType, type, _Cache)):
-        return ""
-    return getattr(value, "__module__", None) or ""
-
-
-def _caches_in(values: Any) -> Iterator[_Cache[Any]]:
-    """Caches among the values, also wrapped in a method, a decorator or a partial."""
+def _caches_of_module(name: str) -> Iterator[_Cache[Any]]:
+    values = list(_namespace(name).values())
+    yield from _caches_in(values)
     for value in values:
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        if isinstance(value, _Cache):
-            yield value
-        elif isinstance(value, FunctionType) and value.__closure__:
-            for cell in value.__closure__:
-                try:
-                    held = cell.cell_contents
-                except ValueError:  # the cell is still empty
-                    continue
-                if isinstance(held, _Cache):
-                    yield held
+        if isinstance(value, type) and value.__module__ == name:
+            yield from _caches_in(list(vars(value).values()))
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _namespace(name: str) -> dict[str, Any]:
+    return getattr(sys.modules.get(name), "__dict__", {})
+
+
+def _origin(value: Any) -> str:
+    """The module that a module, function or class in a namespace comes from."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, (FunctionType, type, _Cache)):
+        return getattr(value, "__module__", None) or ""
+    return ""
+
+
+def _caches_in(values: Iterable[Any]) -> Iterator[_Cache[Any]]:
+    """Caches among the values, also inside a static or class method or a decorated function."""
+    for value in values:
+        inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        cells = (inner.__closure__ or ()) if isinstance(inner, FunctionType) else ()
+        for held in (inner, *map(_content, cells)):
+            if isinstance(held, _Cache):
+                yield held
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # still empty
+        return None

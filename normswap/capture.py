@@ -20,7 +20,7 @@ import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -136,9 +136,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         RefusedError: ``model`` is no ``nn.Module``.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = " (for a torch.export program, its module())" if hasattr(model, "module") else ""
-        raise RefusedError(f"expected a torch.nn.Module, got {type(model).__name__}: pass one{hint}")
+        raise RefusedError(
+            f"expected a torch.nn.Module, got {type(model).__name__}: pass one{hint}"
+        )
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
@@ -300,7 +302,7 @@ def _record(model: nn.Module, inputs: Inputs, *, fake: bool) -> Capture:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """The attention fast path off (it bypasses modules), and no warnings from the extra run."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -313,14 +315,23 @@ def _quiet() -> Iterator[None]:
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like ``tensor``; meta becomes cpu, so that modelling code sees a real device."""
+    """A fake tensor like ``tensor``; meta becomes cpu, so that code sees a real device."""
     if isinstance(tensor, FakeTensor):
         tensor = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
     device = torch.device("cpu") if tensor.is_meta else tensor.device
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, device)
+    meta = torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="meta",
+        requires_grad=tensor.requires_grad and tensor.is_leaf,
+    )
+    fake = FakeTensor(mode, meta, device)
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True  # what isinstance(…, nn.Parameter) asks of a tensor subclass
+    return fake
 
 
 def _make_twin(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
@@ -328,10 +339,7 @@ def _make_twin(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     if mode is not None:
         for _, tensor in _named_tensors(model):
             if id(tensor) not in memo:
-                copied = _fake(mode, tensor)
-                if isinstance(tensor, nn.Parameter):
-                    copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = copied
+                memo[id(tensor)] = _fake(mode, tensor)
     try:
         twin = copy_model(model, memo)
     except Exception as error:
@@ -496,7 +504,10 @@ class _Recorder(TorchDispatchMode):
         operands = self._to_nodes(args)
         named = {key: self._to_nodes(value) for key, value in kwargs.items()}
         call = self.call
-        result = func(*args, **kwargs)
+        if self.fake and func is torch.ops.aten.batch_norm.default and args[5] is False:
+            result = torch.empty_like(args[0])  # its own fake form takes milliseconds
+        else:
+            result = func(*args, **kwargs)
         node = self.graph.call_function(func, operands, named)
         node.meta["call"] = call
         if self.origin is not None:

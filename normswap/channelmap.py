@@ -136,7 +136,10 @@ class _Push:
 
     def _take(self, state: _State, value: Value, op: fx.Node, step: Step) -> None:
         if step:
-            state.settled[_constraint(op, value, state.maps[value])] = {value: state.maps[value], **dict(step)}
+            state.settled[_constraint(op, value, state.maps[value])] = {
+                value: state.maps[value],
+                **dict(step),
+            }
         detour = self._detour(state, value, op)
         for target, m in step:
             try:

@@ -28,7 +28,6 @@ from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program, Vector
 
 
-
 @dataclass(frozen=True)
 class Side:
     """The output or input channels of a stored weight.
@@ -471,9 +470,7 @@ class Splitting(Rule):
         others: Step = [(other, back.carried(k, shape_of(other))) for other, _, _, k in pieces]
         return _either(back, axis, only, [(x, back), *others])
 
-    def _pieces(
-        self, node: fx.Node, axis: int
-    ) -> list[tuple[fx.Node, int, int, tuple[int, ...]]]:
+    def _pieces(self, node: fx.Node, axis: int) -> list[tuple[fx.Node, int, int, tuple[int, ...]]]:
         """Each piece with its range on the axis and its shape before an axis is dropped."""
         x = node.args[0]
         assert isinstance(x, fx.Node)
@@ -572,8 +569,9 @@ class Adding(Rule):
             raise Blocked("op", "adds a value to itself")
         signs = dict(zip(operands, names, strict=True))
         if source is not node:
-            m = _up(m, shape_of(node))  # type: ignore[assignment]
-            m = m if signs[source] > 0 else m.negated()
+            moved = _up(m, shape_of(node))
+            assert isinstance(moved, Shift)
+            m = moved if signs[source] > 0 else moved.negated()
             # Onward, or made up for in the other summand.
             onward: list[Step] = [[(node, m)]]
             return onward + self._into_summands(operands, signs, source, m.negated())
@@ -683,7 +681,12 @@ class Multiplying(Rule):
             value, factor = operands
         else:
             value = source
-        if isinstance(m, Shift) and is_stored(factor) and op_name(node) == "mul":
+        if (
+            isinstance(m, Shift)
+            and isinstance(factor, fx.Node)
+            and is_stored(factor)
+            and op_name(node) == "mul"
+        ):
             return self._shift_by_vector(node, value, factor, source, m)
         if m.kind == "shift" and isinstance(factor, (int, float)) and factor:
             if op_name(node) == "div":
@@ -807,7 +810,9 @@ class Contraction(Rule):
             along = self.from_weight(node, m) if isinstance(m, Scale) else None
             if along is None:
                 raise Blocked("shared", "another call reads the same weight")
-            return [self._input_side(node, along[1]) if along[0] else self._output_side(node, along[1])]
+            return [
+                self._input_side(node, along[1]) if along[0] else self._output_side(node, along[1])
+            ]
         if source is bias:
             if isinstance(m, Shift):
                 return [[(node, self._spread(m, shape_of(node), self.axes(node)[1]))]]
@@ -821,7 +826,9 @@ class Contraction(Rule):
         channels = self.side_channels(node, m, inputs=side.inputs)
         if channels is None or not isinstance(m, Scale):
             raise Blocked("shared", "another call reads the same weight")
-        return [self._input_side(node, channels) if side.inputs else self._output_side(node, channels)]
+        return [
+            self._input_side(node, channels) if side.inputs else self._output_side(node, channels)
+        ]
 
     def constraint(self, node: fx.Node, source: Value, m: Map) -> Any:
         """Scales of the input channels and of the output channels are independent."""
@@ -980,7 +987,10 @@ class Convolution(Contraction):
             keys = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
             defaults = (1, 0, 1, False, 0, 1)
             transposed = bool(argument(node, 6, "transposed", False))
-        form = {k: argument(node, 3 + i, k, d) for i, (k, d) in enumerate(zip(keys, defaults, strict=True))}
+        form = {
+            k: argument(node, 3 + i, k, d)
+            for i, (k, d) in enumerate(zip(keys, defaults, strict=True))
+        }
         form["transposed"] = transposed
         return form
 
@@ -1012,9 +1022,11 @@ class Convolution(Contraction):
         if isinstance(m, Centre):
             raise Blocked("op", "a grouped convolution mixes too little over channels")
         return m.at(
-            lambda v: v.reshape((groups, 1, second))
-            .expand((groups, first, second))
-            .reshape((groups * first, second, *ones))
+            lambda v: (
+                v.reshape((groups, 1, second))
+                .expand((groups, first, second))
+                .reshape((groups * first, second, *ones))
+            )
         )
 
     def outputs_on_weight(self, node: fx.Node, m: Map) -> Map:
@@ -1244,7 +1256,9 @@ class NormWithAffine(Rule):
         if source is argument(node, 0, "input") and self.centres and isinstance(m, Centre):
             normalised = len(argument(node, 1, "normalized_shape"))
             rank = len(shape_of(node))
-            if m.axes == set(range(rank - normalised, rank)) and bool((m.vector.value == 0).all()):
+            if m.axes == frozenset(range(rank - normalised, rank)) and bool(
+                (m.vector.value == 0).all()
+            ):
                 return [[]]
         raise Blocked("norm-reader", "is a norm, whose statistics would change")
 
@@ -1295,7 +1309,17 @@ CASTS = {
     "_to_copy", "to", "clone", "contiguous", "detach", "alias", "lift_fresh", "positive",
     "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16", "lift", "view_dtype",
 }  # fmt: skip
-PERMUTATIONS = {"permute", "transpose", "t", "movedim", "swapaxes", "swapdims", "moveaxis", "numpy_T", "mT"}
+PERMUTATIONS = {
+    "permute",
+    "transpose",
+    "t",
+    "movedim",
+    "swapaxes",
+    "swapdims",
+    "moveaxis",
+    "numpy_T",
+    "mT",
+}
 RESHAPES = {
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze",
     "reshape_as", "view_as", "_reshape_alias", "ravel", "_reshape_copy",
@@ -1372,14 +1396,31 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), Expanding()),
     **dict.fromkeys(("slice", "select", "narrow"), Slicing()),
     **dict.fromkeys(
-        ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split",
-         "unsafe_chunk", "unsafe_split_with_sizes"),
+        (
+            "split",
+            "split_with_sizes",
+            "chunk",
+            "unbind",
+            "tensor_split",
+            "unsafe_split",
+            "unsafe_chunk",
+            "unsafe_split_with_sizes",
+        ),
         Splitting(),
     ),  # fmt: skip
     **dict.fromkeys(
-        ("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
-         "replication_pad1d", "replication_pad2d", "replication_pad3d", "_pad_circular",
-         "_pad_enum"),
+        (
+            "constant_pad_nd",
+            "pad",
+            "reflection_pad1d",
+            "reflection_pad2d",
+            "reflection_pad3d",
+            "replication_pad1d",
+            "replication_pad2d",
+            "replication_pad3d",
+            "_pad_circular",
+            "_pad_enum",
+        ),
         Padding(),
     ),  # fmt: skip
     # several values

@@ -102,10 +102,10 @@ def batch_spec(module: nn.Module) -> NormSpec | None:
             "batch",
             (0, *range(2, 2 + rank)),
             module.eps,
-            "weight" if module.weight is not None else None,
-            "bias" if module.bias is not None else None,
-            "running_mean" if module.running_mean is not None else None,
-            "running_var" if module.running_var is not None else None,
+            *(
+                name if getattr(module, name, None) is not None else None
+                for name in ("weight", "bias", "running_mean", "running_var")
+            ),
         )
     if isinstance(module, _InstanceNorm):
         return _instance_spec(module)
@@ -212,7 +212,8 @@ def _add_op(
     capture: Capture,
 ) -> None:
     x, *operands, fixed = batch_norm_operands(node)
-    roles = dict(zip(("weight", "bias", "mean", "var"), operands, strict=True))
+    names: tuple[str, ...] = ("weight", "bias", "mean", "var")
+    roles = dict(zip(names, operands, strict=True))
     stored = {role: _stored(n) for role, n in roles.items() if n is not None}
     path = _path_of(node, stored, modules)
     key = path if path is not None else tuple(sorted(roles.items(), key=str))
@@ -317,5 +318,3 @@ def _add_frozen_instance(group: GraphSite, capture: Capture, call: object) -> No
         group.blocked = Blocked("op", "its ops are not one chain from one input to one output")
         return
     group.instances.append(Instance(own, next(iter(outside)), read[0]))
-
-

@@ -9,7 +9,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from normswap.caches import forget_cached
 from normswap.errors import NormswapError
 from normswap.inputs import Draw, Inputs
 
@@ -210,9 +211,8 @@ class _FromConfig:
         bins, frames = self._integer("num_mel_bins"), self._integer("max_length")
         spectrogram = [self._draw.normal(self._batch, frames, bins)] if bins and frames else []
         strides: Any = self._find("conv_stride", "upsampling_ratios", "downsampling_ratios")
-        samples = 16
-        for stride in cast("list[int]", strides if isinstance(strides, (list, tuple)) else [256]):
-            samples *= stride
+        # 30720 is a multiple of the usual hops between frames (160, 256, 320, 512, 1920).
+        samples = 16 * math.prod(strides) if isinstance(strides, (list, tuple)) else 30720
         channels = self._integer("audio_channels", default=1)
         mono = self._draw.normal(self._batch, samples)
         return [*spectrogram, mono, self._draw.normal(self._batch, channels, samples)]
@@ -300,7 +300,12 @@ def _runs_on_fakes(model: nn.Module, inputs: Inputs) -> bool:
         twin_tensor = fake(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(twin_tensor, False) if is_parameter else twin_tensor
-    with _silence(), torch.random.fork_rng(devices=[]), torch.inference_mode(), mode:
+    with ExitStack() as stack:
+        stack.enter_context(_silence())
+        stack.enter_context(forget_cached(model))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(mode)
         try:
             twin = copy.deepcopy(model, memo)
             for module in twin.modules():

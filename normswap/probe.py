@@ -58,7 +58,7 @@ def _probe(module: nn.Module, tensors: dict[str, Tensor]) -> NormSpec | None:
         n: torch.rand(t.shape, generator=generator, dtype=torch.float64) + 0.5
         for n, t in tensors.items()
     }
-    memo = {id(t): _like(t, drawn[n]) for n, t in tensors.items()}
+    memo: dict[int, object] = {id(t): _like(t, drawn[n]) for n, t in tensors.items()}
     followers = [_Follower() for _ in module.children()]
     memo.update({id(c): f for c, f in zip(module.children(), followers, strict=True)})
     try:
@@ -131,7 +131,8 @@ def _fit(tensors: dict[str, Tensor], scale: Tensor, shift: Tensor) -> NormSpec |
         fits = torch.allclose(expected, shift, rtol=_TOLERANCE, atol=_TOLERANCE)
         same_sign = bool((weight * scale > 0).all())
         if fits and same_sign and spread < _TOLERANCE and float(eps.mean()) > -_TOLERANCE:
-            return NormSpec("frozen_batch", (0, 2, 3), _rounded(float(eps.mean())), **roles)
+            names = (roles.get(role) for role in ("weight", "bias", "mean", "var"))
+            return NormSpec("frozen_batch", (0, 2, 3), _rounded(float(eps.mean())), *names)
     return None
 
 

@@ -74,9 +74,7 @@ def _taken_by_linear(weight: Tensor, x: Tensor) -> Tensor:
     return weight @ x
 
 
-def _taken_by_convolution(
-    weight: Tensor, x: Tensor, *, groups: int, transposed: bool
-) -> Tensor:
+def _taken_by_convolution(weight: Tensor, x: Tensor, *, groups: int, transposed: bool) -> Tensor:
     """What a constant input ``x`` ``[in]`` adds away from the border: all taps summed.
 
     ``weight`` is ``[out, in/groups, k…]``, or transposed ``[in, out/groups, k…]``.
@@ -130,6 +128,13 @@ TENSOR_OPS: dict[str, Callable[..., Tensor]] = {
 """Every op of a plan: pure functions of float64 tensors and JSON-able parameters."""
 
 
+# Scaling a weight is most of the work; its old value is not needed, so no second one is allocated.
+_IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "scale": lambda x, v, *, inverse=False: x.div_(v) if inverse else x.mul_(v),
+    "shift": lambda x, v, *, negative=False: x.sub_(v) if negative else x.add_(v),
+}
+
+
 def run_edits(
     edits: Sequence[Edit],
     read: Callable[[str], Tensor],
@@ -156,10 +161,12 @@ def run_edits(
     for number, edit in enumerate(edits):
         for name in edit.sources:
             if name not in live:
-                live[name] = read(name).detach().to(torch.float64)
-        live[edit.target] = TENSOR_OPS[edit.op](
-            *(live[name] for name in edit.sources), **edit.params
-        )
+                live[name] = read(name).detach().to(torch.float64, copy=True)
+        sources = [live[name] for name in edit.sources]
+        if edit.op in _IN_PLACE and edit.target == edit.sources[0]:
+            live[edit.target] = _IN_PLACE[edit.op](*sources, **edit.params)
+        else:
+            live[edit.target] = TENSOR_OPS[edit.op](*sources, **edit.params)
         for name in expiring.get(number, ()):
             value = live.pop(name)
             if name in assigned and not name.startswith("%"):
@@ -376,9 +383,7 @@ class Vector:
                     vector = vector.slice(axis, 0, 1)
         return vector
 
-    def carried(
-        self, shape: Sequence[int], to: Sequence[int], *, squash: bool = True
-    ) -> Vector:
+    def carried(self, shape: Sequence[int], to: Sequence[int], *, squash: bool = True) -> Vector:
         """What it becomes when a value of ``shape`` is reshaped to ``to``.
 
         Axes that are merged or split together are first expanded to their full sizes, and axes

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap.caches import forget_cached
 from normswap.inputs import Inputs, concrete, resolve_inputs, vary_inputs
 from normswap.outputs import Difference, difference, flatten
 from normswap.precision import rounding_noise, true_float64
@@ -227,6 +228,7 @@ def _attempt(
     given = copy.deepcopy(inputs.map(Tensor.detach))  # models write to inputs, caches grow
     tensors = (*model.parameters(), *model.buffers(), *given.tensors())
     with _undisturbed(model), _fixed_randomness({t.device for t in tensors}), ExitStack() as stack:
+        stack.enter_context(forget_cached(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(arithmetic or torch.no_grad())

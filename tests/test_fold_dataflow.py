@@ -402,7 +402,7 @@ def test_rep_vgg_block_with_three_norms() -> None:
     )
     _, report = fold(model, IMAGE)
     assert_folded(report, "bn3", "bn1")
-    assert_refused(report, "bn0", "input", "activation-between")
+    assert_refused(report, "bn0")
 
 
 def test_concatenation_is_split_over_its_branches() -> None:

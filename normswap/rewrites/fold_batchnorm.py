@@ -286,7 +286,8 @@ class _Folding:
     def _tensors_below(self, site: GraphSite, keep: tuple[str, ...]) -> list[str]:
         """All names of the tensors that go with the module."""
         found: list[str] = []
-        for path in {site.path, *site.site.names} - {None}:
+        paths = dict.fromkeys((*site.site.names, *([site.path] if site.path is not None else [])))
+        for path in paths:
             module = self.model.get_submodule(path)
             for tensors in (module.named_parameters, module.named_buffers):
                 names = [n for n, _ in tensors(remove_duplicate=False)]
@@ -339,9 +340,7 @@ class _Folding:
 
 def _outcome(site: GraphSite, folded: _Folded | None, blocked: Blocked | None) -> SiteOutcome:
     if folded is not None:
-        return SiteOutcome(
-            site.site.name, site.kind, folded.action, "exact", names=site.site.names
-        )
+        return SiteOutcome(site.site.name, site.kind, folded.action, "exact", names=site.site.names)
     assert blocked is not None
     return SiteOutcome(
         site.site.name,
@@ -512,7 +511,10 @@ def _add_virtual_biases(
         elif edit.kind == "bias_node":
             nodes = [*created[name][1].params["nodes"], *edit.params["nodes"]]
             known = created[name]
-            created[name] = known[0], ModuleEdit(edit.kind, edit.module, {**edit.params, "nodes": nodes})
+            created[name] = (
+                known[0],
+                ModuleEdit(edit.kind, edit.module, {**edit.params, "nodes": nodes}),
+            )
         node.update_arg(2, created[name][0].node) if len(node.args) > 2 else _append(
             node, created[name][0].node
         )
@@ -544,9 +546,11 @@ def _bias_edit(
     if call is not None and call.path == owner and type(module) is not fx.GraphModule:
         parameters = module._parameters
         unused = "bias" in parameters and parameters["bias"] is None
-        return ModuleEdit("add_bias", owner, {"weight": weight.name}) if unused and _uses_bias(
-            module
-        ) else None
+        return (
+            ModuleEdit("add_bias", owner, {"weight": weight.name})
+            if unused and _uses_bias(module)
+            else None
+        )
     if "origin" not in node.meta or hasattr(module, "bias"):
         return None
     path, name = node.meta["origin"]

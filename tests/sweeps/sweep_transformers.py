@@ -64,15 +64,6 @@ SMALL_TEXT = {
 }
 LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
 LARGE = ("granite_speech", "omdet", "parakeet", "sam3_lite", "seamless", "emu3", "align", "lasr")
-    "granite_speech",
-    "omdet-turbo",
-    "parakeet",
-    "sam3_lite",
-    "seamless",
-    "emu3",
-    "align",
-    "lasr",
-)
 
 
 def config_of(model_type: str) -> Any:
