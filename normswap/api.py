@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normswap.apply import apply_with_undo, roll_back
-from normswap.copying import copy_model
 from normswap.capture import capture, refuse_unsupported, unwrap
+from normswap.copying import copy_model
 from normswap.errors import NormswapError, RefusedError, VerificationError
 from normswap.find import NormSite, NormSites, Where, batch_norms_in_graph, find_batch_norms
 from normswap.inputs import Inputs, resolve_inputs

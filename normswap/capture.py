@@ -421,7 +421,7 @@ class _Recorder(TorchDispatchMode):
             if observed:
                 self._observe(name, (args, kwargs))
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             if observed:
                 self._observe(name, output)
             # Calls that raised and were caught inside the model are passed over.

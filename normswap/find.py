@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from normswap.capture import Capture, StoredTensor, module_names
+from normswap.collapse import collapse_names
 from normswap.dataflow import CASTS, batch_norm_operands, op_name
 from normswap.errors import NormswapError
 from normswap.maps import Blocked
 from normswap.probe import probe_fixed_affine
+from normswap.rendering import Document, Section, Table, to_text
 from normswap.spec import NormSpec
 
 BATCH_NORM_OPS = {"batch_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"}
@@ -77,11 +82,26 @@ class NormSites(Sequence[NormSite]):
         return self
 
     def __str__(self) -> str:
-        from normswap.report import sites_table
-
-        return sites_table(self)
+        rows = [_columns(site) for site in self._sites]
+        shown = [(c.columns[0], str(c.count), *c.columns[1:]) for c in collapse_names(rows)]
+        width = shutil.get_terminal_size((100, 24)).columns
+        table = Table(("norm", "n", "kind", "class", "eps", "calls"), tuple(shown))
+        kinds = Counter(row[1] for row in rows)
+        summary = tuple(f"{count} {kind}" for kind, count in kinds.most_common())
+        sections = (Section("", table),) if rows else ()
+        title = f"{len(rows)} norm{'' if len(rows) == 1 else 's'}"
+        return to_text(Document(title, summary, None, sections), width)
 
     __repr__ = __str__
+
+
+def _columns(site: NormSite) -> tuple[str, ...]:
+    kind = "unknown" if site.spec is None else site.spec.kind
+    eps = "" if site.spec is None else f"{site.spec.eps:g}"
+    calls = "" if site.calls is None else str(site.calls)
+    module = "(function)" if site.module is None else type(site.module).__name__
+    name = site.name or "(the model)"
+    return name + "".join(f", {n}" for n in site.names[1:]), kind, module, eps, calls
 
 
 def matcher(where: Where) -> Callable[[NormSite], bool]:
@@ -102,14 +122,24 @@ def batch_spec(module: nn.Module) -> NormSpec | None:
             "batch",
             (0, *range(2, 2 + rank)),
             module.eps,
-            *(
-                name if getattr(module, name, None) is not None else None
-                for name in ("weight", "bias", "running_mean", "running_var")
-            ),
+            **_present(module, ("weight", "bias", "running_mean", "running_var")),
         )
     if isinstance(module, _InstanceNorm):
         return _instance_spec(module)
     return probe_fixed_affine(module)
+
+
+def _present(module: nn.Module, names: tuple[str, str, str, str]) -> _Names:
+    """The names of those tensors that the module has, by role."""
+    weight, bias, mean, var = (n if getattr(module, n, None) is not None else None for n in names)
+    return {"weight": weight, "bias": bias, "mean": mean, "var": var}
+
+
+class _Names(TypedDict):
+    weight: str | None
+    bias: str | None
+    mean: str | None
+    var: str | None
 
 
 def _instance_spec(module: _InstanceNorm) -> NormSpec | None:
@@ -167,7 +197,7 @@ def batch_norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
     counts: dict[str, int] = {}
     for node in capture.graph.nodes:
         if node.op == "call_function" and _is_fixed_norm_op(node):
-            _add_op(found, modules, counts, node, capture)
+            _add_op(found, modules, counts, node)
     # What is a norm by behaviour but calls no norm op computes it in single steps.
     stepwise = {n for n, s in modules.items() if s.spec and s.spec.kind == "frozen_batch"}
     for name in stepwise - set(found):
@@ -209,11 +239,11 @@ def _add_op(
     modules: dict[str, NormSite],
     counts: dict[str, int],
     node: fx.Node,
-    capture: Capture,
 ) -> None:
     x, *operands, fixed = batch_norm_operands(node)
-    names: tuple[str, ...] = ("weight", "bias", "mean", "var")
-    roles = dict(zip(names, operands, strict=True))
+    roles: dict[str, fx.Node | None] = dict(
+        zip(("weight", "bias", "mean", "var"), operands, strict=True)
+    )
     stored = {role: _stored(n) for role, n in roles.items() if n is not None}
     path = _path_of(node, stored, modules)
     key = path if path is not None else tuple(sorted(roles.items(), key=str))
@@ -222,11 +252,11 @@ def _add_op(
         position = {"_native_batch_norm_legit_no_training": 6}.get(op_name(node), 7)
         eps = node.args[position] if position < len(node.args) else 1e-5
         assert isinstance(eps, float)
-        site = modules.get(path or "") or _functional(node, kind, eps, path, capture, counts)
+        site = modules.get(path or "") or _functional(node, kind, eps, path, counts)
         found[key] = GraphSite(site, path, kind, eps)
         found[key].tensors = {role: t for role, t in stored.items() if t is not None}
     group = found[key]
-    group.blocked = group.blocked or _why_not_fixed(node, roles, stored, group, fixed)
+    group.blocked = group.blocked or _why_not_fixed(roles, stored, group, fixed)
     nodes, y = {node}, node
     if op_name(node).startswith(("native", "_native")):
         items = {user.args[1]: user for user in node.users}
@@ -255,7 +285,6 @@ def _functional(
     kind: str,
     eps: float,
     path: str | None,
-    capture: Capture,
     counts: dict[str, int],
 ) -> NormSite:
     call = node.meta.get("call")
@@ -272,7 +301,6 @@ def _functional(
 
 
 def _why_not_fixed(
-    node: fx.Node,
     roles: dict[str, fx.Node | None],
     stored: dict[str, StoredTensor | None],
     group: GraphSite,

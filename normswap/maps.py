@@ -22,7 +22,7 @@ from normswap.errors import NormswapError
 from normswap.program import Vector
 
 
-class Blocked(NormswapError):
+class Blocked(NormswapError):  # noqa: N818 - an answer, not a fault
     """A map cannot pass: ``code`` names the kind of reason, the message tells it."""
 
     def __init__(self, code: str, detail: str) -> None:

@@ -24,12 +24,14 @@ class Difference:
     ``max_rel`` is ``max|a - b| / max(max|a|, 1e-12)`` of the worst tensor, at the path ``where``.
     ``problem`` says what cannot be measured so: outputs that are missing, of another shape, or
     not finite at other places (``kind`` tells these apart); the numbers are infinite then.
-    ``note`` names integer outputs that differ where that was allowed.
+    ``compared`` counts the values. ``note`` names integer outputs that differ where that was
+    allowed.
     """
 
     max_abs: float = 0.0
     max_rel: float = 0.0
     where: str = ""
+    compared: int = 0
     kind: str = ""  # "structure" | "shape" | "non-finite" | "integer"
     problem: str = ""
     note: str = ""
@@ -104,17 +106,20 @@ def difference(
         found = _leaf_difference(path, a, other[path])
         if found.kind == "integer" and not exact_integers:
             notes.append(found.problem)
-        elif found.problem:
+            continue
+        if found.problem:
             return found
-        elif found.max_rel > worst.max_rel or not worst.where:
-            worst = dataclasses.replace(found, max_abs=max(found.max_abs, worst.max_abs))
-        else:
-            worst = dataclasses.replace(worst, max_abs=max(found.max_abs, worst.max_abs))
+        larger = found if found.max_rel >= worst.max_rel and found.compared else worst
+        worst = dataclasses.replace(
+            larger,
+            max_abs=max(found.max_abs, worst.max_abs),
+            compared=found.compared + worst.compared,
+        )
     return dataclasses.replace(worst, note="; ".join(notes))
 
 
 def _problem(kind: str, text: str, where: str = "") -> Difference:
-    return Difference(float("inf"), float("inf"), where, kind, text)
+    return Difference(float("inf"), float("inf"), where, 0, kind, text)
 
 
 def _leaf_difference(path: str, a: Tensor, b: Tensor) -> Difference:
@@ -126,7 +131,8 @@ def _leaf_difference(path: str, a: Tensor, b: Tensor) -> Difference:
     if not (_is_real(a) or _is_real(b)):
         wrong = int((a != b).sum())
         text = f"{name} differs in {wrong} of {a.numel()} integers"
-        return _problem("integer", text, path) if wrong else Difference(where=path)
+        agree = Difference(where=path, compared=a.numel())
+        return _problem("integer", text, path) if wrong else agree
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     if a.numel() == 0:
@@ -137,7 +143,7 @@ def _leaf_difference(path: str, a: Tensor, b: Tensor) -> Difference:
         return _problem("non-finite", f"{name} is not finite at {counts} places", path)
     gap = torch.where(finite, a - b, 0).abs().max().item()
     size = torch.where(finite, a, 0).abs().max().item()
-    return Difference(gap, gap / max(size, _TINY), path)
+    return Difference(gap, gap / max(size, _TINY), path, a.numel())
 
 
 def _is_real(tensor: Tensor) -> bool:

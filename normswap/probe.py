@@ -131,8 +131,15 @@ def _fit(tensors: dict[str, Tensor], scale: Tensor, shift: Tensor) -> NormSpec |
         fits = torch.allclose(expected, shift, rtol=_TOLERANCE, atol=_TOLERANCE)
         same_sign = bool((weight * scale > 0).all())
         if fits and same_sign and spread < _TOLERANCE and float(eps.mean()) > -_TOLERANCE:
-            names = (roles.get(role) for role in ("weight", "bias", "mean", "var"))
-            return NormSpec("frozen_batch", (0, 2, 3), _rounded(float(eps.mean())), *names)
+            return NormSpec(
+                "frozen_batch",
+                (0, 2, 3),
+                _rounded(float(eps.mean())),
+                weight=roles.get("weight"),
+                bias=roles.get("bias"),
+                mean=roles["mean"],
+                var=roles["var"],
+            )
     return None
 
 

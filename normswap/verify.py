@@ -15,20 +15,17 @@ random states are put back.
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 import sys
-import warnings
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normswap.caches import forget_cached
+from normswap.attempt import Outcome, attempt
 from normswap.inputs import Inputs, concrete, resolve_inputs, vary_inputs
 from normswap.outputs import Difference, difference, flatten
 from normswap.precision import rounding_noise, true_float64
@@ -45,7 +42,10 @@ ROUNDING_FACTOR = 8.0
 ROUNDING_FLOOR = 8.0
 # Where rounding in float64 moves the outputs by more than this, agreement would prove nothing.
 AMPLIFICATION_LIMIT = 1e-3
-NEGLIGIBLE = 1e-9  # ... unless the outputs are themselves what is left of a cancellation
+NEGLIGIBLE = 1e-9  # ... except in values this small, which are left of a cancellation
+# Where the original itself is so far from its float64 result, its own dtype tells nothing.
+ROUNDING_LIMIT = 0.1
+NOTHING_RETURNED = "the model returned nothing to compare"
 NOISE_SAMPLES = 3
 SITE_BYTES = 2**30  # outputs of sites that are kept to be compared
 
@@ -107,7 +107,9 @@ def verify(
         example_inputs: see :func:`normswap.inputs.normalise_inputs`; ``None`` to build them from
             what ``original`` says of itself.
         example_kwargs: further keyword arguments.
-        sites: names of modules of both models whose outputs are compared too.
+        sites: names of modules of both models whose outputs are compared too, in float64. If
+            the weights are held in float64 and no ``tolerance`` is given, they have to agree as
+            the outputs do.
         tolerance: the largest relative difference to accept in every run, for changes that are
             not exact.
         float64_pair: the two models with weights held in float64, to be used for the float64
@@ -119,21 +121,20 @@ def verify(
     """
     inputs = concrete(resolve_inputs(original, example_inputs, example_kwargs))
     pair = _Pair(original, changed, float64_pair, tolerance)
+    watch = _SiteWatch(sites)
     blocked = pair.cannot_run()
     if blocked:
-        return _verdict([_skipped(inputs, pair.own_dtype, blocked)], {})
-    watch = _SiteWatch(sites)
+        return _verdict(pair, [_skipped(inputs, pair.own_dtype, blocked)], watch, None)
     first = _run_all(pair, inputs, watch)
     assert first is not None
     runs = _judge(pair, inputs, first)
-    if all(run.skipped for run in runs):
-        return _verdict(runs, {})
-    for candidate in vary_inputs(inputs, seed=0):
-        second = _run_all(pair, candidate, None, as_before=first)
-        if second is not None:
-            runs += _judge(pair, candidate, second)
-            break
-    return _verdict(runs, watch.errors)
+    if not (first.original.error and first.original64.error):
+        for candidate in vary_inputs(inputs, seed=0):
+            second = _run_all(pair, candidate, None, as_before=first)
+            if second is not None:
+                runs += _judge(pair, candidate, second)
+                break
+    return _verdict(pair, runs, watch, _judge_sites(pair, inputs, watch))
 
 
 class _Pair:
@@ -162,6 +163,11 @@ class _Pair:
         """Whether the weights of the float64 runs were never rounded to a lower precision."""
         return self.has_float64_pair or self.is_float64
 
+    @property
+    def holds_at_sites(self) -> bool:
+        """Whether sites are asked to agree as closely as the outputs."""
+        return self.stored_in_float64 and self.tolerance is None
+
     def cannot_run(self) -> str | None:
         """Why nothing can be computed, if so."""
         for model in (self.original, self.changed):
@@ -175,44 +181,36 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What one run gave: outputs by path, or the error."""
-
-    outputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class _Outcomes:
     """Both models on the same inputs, in their own dtype and in float64."""
 
-    original: _Outcome
-    changed: _Outcome
-    original64: _Outcome
-    changed64: _Outcome
+    original: Outcome
+    changed: Outcome
+    original64: Outcome
+    changed64: Outcome
 
 
 def _run_all(
     pair: _Pair, inputs: Inputs, watch: _SiteWatch | None, as_before: _Outcomes | None = None
 ) -> _Outcomes | None:
     """Run both models in both ways; ``None`` if the original does not run ``as_before``."""
-    original = _Outcome(error="float64 is its own dtype")
+    original = Outcome(error="float64 is its own dtype")
     changed = original
     if not pair.is_float64:
-        original = _attempt(pair.original, inputs)
+        original = attempt(pair.original, inputs)
         if as_before is not None and original.error and not as_before.original.error:
             return None
     double = _in_float64(inputs) if pair.has_float64_pair else inputs
     with watch.recording(pair.original64) if watch else nullcontext():
-        original64 = _attempt(pair.original64, double, true_float64())
+        original64 = attempt(pair.original64, double, true_float64())
     if as_before is not None and original64.error and not as_before.original64.error:
         return None
     if not original.error:
-        changed = _attempt(pair.changed, inputs)
+        changed = attempt(pair.changed, inputs)
     changed64 = original64
     if not original64.error:
         with watch.comparing(pair.changed64) if watch else nullcontext():
-            changed64 = _attempt(pair.changed64, double, true_float64())
+            changed64 = attempt(pair.changed64, double, true_float64())
     return _Outcomes(original, changed, original64, changed64)
 
 
@@ -221,95 +219,12 @@ def _in_float64(inputs: Inputs) -> Inputs:
     return inputs.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
-def _attempt(
-    model: nn.Module, inputs: Inputs, arithmetic: AbstractContextManager[None] | None = None
-) -> _Outcome:
-    """One run, in the model's own dtype unless ``arithmetic`` says otherwise."""
-    given = copy.deepcopy(inputs.map(Tensor.detach))  # models write to inputs, caches grow
-    tensors = (*model.parameters(), *model.buffers(), *given.tensors())
-    with _undisturbed(model), _fixed_randomness({t.device for t in tensors}), ExitStack() as stack:
-        stack.enter_context(forget_cached(model))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(arithmetic or torch.no_grad())
-        try:
-            return _Outcome(flatten(model(*given.args, **given.kwargs)))
-        except Exception as error:  # of any kind: the code is the user's
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            return _Outcome(error=f"{type(error).__name__}: {first_line}")
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Generator[None]:
-    """Put back what a forward pass may change: modes, attributes, containers, buffers."""
-    modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    containers = [
-        (value, copy.copy(value))
-        for values in attributes
-        for value in values.values()
-        if isinstance(value, (dict, list, set))
-    ]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in _written_in_forward(model)]
-    try:
-        if model.training:
-            for module in modules:  # not `.eval()`, which classes override to merge weights
-                module.training = False
-        yield
-    finally:
-        for module, values in zip(modules, attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(values)
-        for container, before in containers:
-            _restore(container, before)
-        with torch.no_grad():
-            for tensor, before in tensors:
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)
-
-
-def _written_in_forward(model: nn.Module) -> list[Tensor]:
-    """Buffers, and the embeddings that are renormalised in place when they are read."""
-    renormalised = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
-    weights = [p for module in renormalised for p in module.parameters(recurse=False)]
-    return [*model.buffers(), *weights]
-
-
-def _restore(container: Any, before: Any) -> None:
-    if isinstance(container, list):
-        container[:] = before
-    else:
-        container.clear()
-        container.update(before)
-
-
-@contextmanager
-def _fixed_randomness(devices: set[torch.device]) -> Generator[None]:
-    """The same random numbers in every run, and the caller's states afterwards."""
-    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    numpy_random: Any = getattr(sys.modules.get("numpy"), "random", None)
-    states = random.getstate(), numpy_random.get_state() if numpy_random else None
-    with torch.random.fork_rng(devices=cuda):
-        # `torch.manual_seed` would seed accelerators that this run does not use.
-        torch.default_generator.manual_seed(0)
-        for index in cuda:
-            torch.cuda.default_generators[index].manual_seed(0)
-        random.seed(0)
-        if numpy_random:
-            numpy_random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            if numpy_random:
-                numpy_random.set_state(states[1])
-
-
 class _SiteWatch:
     """Compares the outputs of modules by temporary hooks: first one model runs, then the other."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.errors: dict[str, float] = {}
+        self.worst = Difference()
         self._names = names
         self._stored: dict[str, list[dict[str, Tensor]]] = {}
         self._room = SITE_BYTES
@@ -336,6 +251,11 @@ class _SiteWatch:
             if calls:
                 found = difference(calls.pop(0), flatten(output), exact_integers=False)
                 self.errors[name] = max(self.errors.get(name, 0.0), found.max_rel)
+                # What is left of a cancellation has no relative error that means anything.
+                if found.max_abs <= NEGLIGIBLE:
+                    found = Difference(compared=found.compared)
+                if found.max_rel > self.worst.max_rel or not self.worst.compared:
+                    self.worst = replace(found, where=name)
 
         with self._hooks(model, measure):
             yield
@@ -380,14 +300,11 @@ def _judge_float64(pair: _Pair, inputs: Inputs, outcomes: _Outcomes) -> Run:
     if pair.tolerance is not None:
         return _measured(inputs, "float64", found, pair.tolerance)
     if pair.stored_in_float64:
-        tolerance, roundoff = FLOAT64_TOLERANCE, torch.finfo(torch.float64).eps / 2
-    else:
-        # The weights of the changed model were rounded once. Each op of the original in its own
-        # dtype rounds likewise, so the error that this makes says how much one may expect.
-        tolerance, roundoff = _rounding_bound(pair, _rounding_error(outcomes)), pair.roundoff
-    if not found.problem and found.max_rel > tolerance:
-        tolerance = max(tolerance, _noise_bound(pair, inputs, outcomes, found, roundoff))
-    return _measured(inputs, "float64", found, tolerance)
+        bound = _Bound(FLOAT64_TOLERANCE, torch.finfo(torch.float64).eps / 2, AMPLIFICATION_LIMIT)
+        return _bounded(pair, inputs, "float64", found, outcomes, bound)
+    # The weights of the changed model were rounded once. Each op of the original in its own dtype
+    # rounds likewise, so the error that this makes says how much one may expect.
+    return _bounded(pair, inputs, "float64", found, outcomes, _rounding(pair, outcomes))
 
 
 def _judge_own(pair: _Pair, inputs: Inputs, outcomes: _Outcomes, right_in_float64: bool) -> Run:
@@ -400,60 +317,76 @@ def _judge_own(pair: _Pair, inputs: Inputs, outcomes: _Outcomes, right_in_float6
     found = difference(a.outputs, b.outputs, exact_integers=False)
     if pair.tolerance is not None:
         return _measured(inputs, dtype, found, pair.tolerance)
-    error = _rounding_error(outcomes)
-    if error is not None and math.isinf(error):
-        # The original itself does not keep to its float64 result.
-        reason = f"in {dtype} the original does not give what it gives in float64"
-        return _skipped(inputs, dtype, f"{reason}: it overflows, or sizes depend on rounding")
     if found.kind == "shape" and right_in_float64:
-        return _skipped(
-            inputs, dtype, f"the sizes depend on the data and rounding: {found.problem}"
-        )
-    tolerance = _rounding_bound(pair, error)
+        reason = f"the sizes of outputs depend on rounding: {found.problem}"
+        return _skipped(inputs, dtype, reason)
+    return _bounded(pair, inputs, dtype, found, outcomes, _rounding(pair, outcomes))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A largest relative difference, the roundoff that it stands for, and the most it may be."""
+
+    tolerance: float
+    roundoff: float
+    limit: float
+
+
+def _rounding(pair: _Pair, outcomes: _Outcomes) -> _Bound:
+    """What rounding in the model's own dtype may do, from what it does to the original."""
+    exact, rounded = outcomes.original64, outcomes.original
+    if exact.error or rounded.error:  # half of the digits: all that can be said then
+        return _Bound(math.sqrt(pair.roundoff), pair.roundoff, ROUNDING_LIMIT)
+    error = difference(exact.outputs, rounded.outputs, exact_integers=False).max_rel
+    tolerance = ROUNDING_FACTOR * error + ROUNDING_FLOOR * pair.roundoff
+    return _Bound(tolerance, pair.roundoff, ROUNDING_LIMIT)
+
+
+def _bounded(
+    pair: _Pair,
+    inputs: Inputs,
+    dtype: str,
+    found: Difference,
+    outcomes: _Outcomes,
+    bound: _Bound,
+) -> Run:
+    differs = bool(found.problem) or found.max_rel > 0
+    if (
+        differs
+        and bound.tolerance > ROUNDING_FACTOR * bound.limit + ROUNDING_FLOOR * bound.roundoff
+    ):
+        reason = f"rounding in {pair.own_dtype} alone changes the outputs of the original"
+        return _skipped(inputs, dtype, f"{reason}: it overflows, or it decides what is returned")
+    tolerance = bound.tolerance
     if not found.problem and found.max_rel > tolerance:
-        tolerance = max(tolerance, _noise_bound(pair, inputs, outcomes, found, pair.roundoff))
+        tolerance = max(tolerance, _noise_bound(pair, inputs, outcomes, found, bound))
     return _measured(inputs, dtype, found, tolerance)
 
 
-def _rounding_error(outcomes: _Outcomes) -> float | None:
-    """How far the original is from its own float64 result; ``None`` if one of the two failed."""
-    exact, rounded = outcomes.original64, outcomes.original
-    if exact.error or rounded.error:
-        return None
-    return difference(exact.outputs, rounded.outputs, exact_integers=False).max_rel
-
-
-def _rounding_bound(pair: _Pair, error: float | None) -> float:
-    if error is None or math.isinf(error):
-        return math.sqrt(pair.roundoff)  # half of the digits: all that can be said without one
-    return ROUNDING_FACTOR * error + ROUNDING_FLOOR * pair.roundoff
-
-
 def _noise_bound(
-    pair: _Pair, inputs: Inputs, outcomes: _Outcomes, found: Difference, roundoff: float
+    pair: _Pair, inputs: Inputs, outcomes: _Outcomes, found: Difference, bound: _Bound
 ) -> float:
     """What random rounding of the original explains, asked before a run is called wrong.
 
-    One rounding is one sample, and a lucky one for a model with few outputs. A difference that
-    only saturated noise explains is not excused.
+    One rounding is one sample, and a lucky one for a model with few outputs. Noise above the
+    limit explains nothing, unless it is about what is left of outputs that cancel to zero.
     """
     exact = outcomes.original64
     if exact.error:
         return 0.0
     double = _in_float64(inputs) if pair.has_float64_pair else inputs
-    worst = Difference()
+    worst = 0.0
     for seed in range(NOISE_SAMPLES):
-        noisy = _attempt(pair.original64, double, rounding_noise(roundoff, seed))
-        if noisy.error:
-            return 0.0
+        noisy = attempt(pair.original64, double, rounding_noise(bound.roundoff, seed))
         moved = difference(exact.outputs, noisy.outputs, exact_integers=False)
-        if not moved.problem and moved.max_rel > worst.max_rel:
-            worst = moved
-    saturated = worst.max_rel > AMPLIFICATION_LIMIT and found.max_abs > NEGLIGIBLE
-    return 0.0 if pair.stored_in_float64 and saturated else ROUNDING_FACTOR * worst.max_rel
+        worst = max(worst, 0.0 if noisy.error or moved.problem else moved.max_rel)
+    explains = worst <= bound.limit or found.max_abs <= NEGLIGIBLE
+    return ROUNDING_FACTOR * worst if explains else 0.0
 
 
 def _measured(inputs: Inputs, dtype: str, found: Difference, tolerance: float) -> Run:
+    if not found.compared and not found.problem:
+        return _skipped(inputs, dtype, NOTHING_RETURNED)
     passed = not found.problem and found.max_rel <= tolerance
     detail = found.problem or found.note
     if not passed and not found.problem:
@@ -471,21 +404,34 @@ def _skipped(inputs: Inputs, dtype: str, reason: str) -> Run:
     return Run(inputs.describe(), dtype, math.inf, math.inf, 0.0, False, skipped=reason)
 
 
-def _verdict(runs: list[Run], site_errors: Mapping[str, float]) -> Verification:
+def _judge_sites(pair: _Pair, inputs: Inputs, watch: _SiteWatch) -> Run | None:
+    """All sites together as one run, in which each site is an output."""
+    if not (watch.worst.compared or watch.worst.problem):
+        return None
+    default = FLOAT64_TOLERANCE if pair.stored_in_float64 else math.sqrt(pair.roundoff)
+    tolerance = default if pair.tolerance is None else pair.tolerance
+    run = _measured(inputs, "float64", watch.worst, tolerance)
+    return replace(run, detail=f"site {watch.worst.where!r}: {run.detail}") if run.detail else run
+
+
+def _verdict(pair: _Pair, runs: list[Run], watch: _SiteWatch, at_sites: Run | None) -> Verification:
     done = [run for run in runs if not run.skipped]
-    if not done:
-        dtype = runs[-1].dtype
-        return Verification(False, "none", math.inf, math.inf, 0.0, dtype, tuple(runs))
+    level = "model" if done else "none"
+    if at_sites is not None and not done:  # nothing was returned (no object detected)
+        level, done, runs = "site", [at_sites], [*runs, at_sites]
+    elif at_sites is not None and not at_sites.passed and pair.holds_at_sites:
+        # An output can hide a wrong site: a ReLU that is off, a detection below its threshold.
+        done, runs = [*done, at_sites], [*runs, at_sites]
     telling = [run for run in done if not run.passed]
-    telling = telling or [run for run in done if run.dtype == "float64"] or done
+    telling = telling or [run for run in done if run.dtype == "float64"] or done or runs
     worst = max(telling, key=lambda run: run.max_rel / max(run.tolerance, sys.float_info.min))
     return Verification(
-        all(run.passed for run in done),
-        "model",
+        bool(done) and all(run.passed for run in done),
+        level,
         worst.max_abs,
         worst.max_rel,
         worst.tolerance,
         worst.dtype,
         tuple(runs),
-        dict(site_errors),
+        watch.errors,
     )

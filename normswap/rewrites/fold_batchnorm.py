@@ -6,8 +6,9 @@ A BatchNorm with stored statistics is a fixed affine map of each channel,
 
 so it can become the identity if the map is absorbed elsewhere:
 
-* *against the flow*: whatever writes ``x`` writes ``s * x + t`` instead. For a layer ``x = W u + b``
-  that is ``W' = diag(s) W`` and ``b' = s * b + t``. The scale is pushed first, then the shift.
+* *against the flow*: whatever writes ``x`` writes ``s * x + t`` instead. For a layer
+  ``x = W u + b`` that is ``W' = diag(s) W`` and ``b' = s * b + t``. The scale is pushed first,
+  then the shift.
 * *with the flow*: whatever reads ``y`` gets ``x`` and makes up for it. For a layer ``W y + b`` that
   is ``b' = b + W t`` (with the old ``W``) and ``W' = W diag(s)``. The shift is pushed first.
 
@@ -257,9 +258,10 @@ class _Folding:
         assert site.path is not None
         names = list(site.site.names)
         calls = self.capture.calls_of(site.path)
-        if len(calls) != len(site.instances):
+        ran = [instance.y.meta["call"] for instance in site.instances]
+        if set(ran) != set(calls) or len(ran) != len(calls):
             raise Blocked("shared", "some of its calls do something else")
-        kept = {self._children_behind(site, call, i) for call, i in zip(calls, site.instances)}
+        kept = {self._children_behind(i.y.meta["call"], i) for i in site.instances}
         if len(kept) != 1:
             raise Blocked("shared", "its calls do different things")
         children = list(kept.pop())
@@ -267,9 +269,7 @@ class _Folding:
             return ModuleEdit("identity", site.path, {"names": names})
         return ModuleEdit("keep_children", site.path, {"names": names, "children": children})
 
-    def _children_behind(
-        self, site: GraphSite, call: ModuleCall, instance: Instance
-    ) -> tuple[str, ...]:
+    def _children_behind(self, call: ModuleCall, instance: Instance) -> tuple[str, ...]:
         """The child modules that the call runs one after the other behind the norm."""
         inside = self.inside.get(call, [])
         own = [n for n in inside if n.meta["call"] is call and n not in instance.nodes]
@@ -286,8 +286,8 @@ class _Folding:
     def _tensors_below(self, site: GraphSite, keep: tuple[str, ...]) -> list[str]:
         """All names of the tensors that go with the module."""
         found: list[str] = []
-        paths = dict.fromkeys((*site.site.names, *([site.path] if site.path is not None else [])))
-        for path in paths:
+        names = site.site.names if site.path is None else (site.path, *site.site.names)
+        for path in dict.fromkeys(names):
             module = self.model.get_submodule(path)
             for tensors in (module.named_parameters, module.named_buffers):
                 names = [n for n, _ in tensors(remove_duplicate=False)]

@@ -1,0 +1,45 @@
+"""One table: what each op does to a map on one of its values.
+
+Every op is described once, for every kind of map and for both directions, by a :class:`Rule`:
+given a map on one endpoint of the op (its output or an operand), which maps must its other
+endpoints take so that the op still computes the right thing? A rule answers with alternatives, in
+order of preference, each a list of (value, map); an empty list means that the op does not care.
+Where there is no alternative it raises :class:`~normswap.maps.Blocked` with the reason.
+
+Weights and biases are operands like any other: a convolution that must scale its output asks its
+weight and bias to take the scale, and that a weight is read by another call as well is the same
+question as an activation with two readers.
+
+Notation of the comments: ``x`` input, ``y`` output, ``W`` weight, ``b`` bias; axes count from 0.
+"""
+
+from normswap.dataflow.contractions import Contraction
+from normswap.dataflow.norm_ops import batch_norm_operands
+from normswap.dataflow.rule import (
+    CASTS,
+    PERMUTATIONS,
+    RESHAPES,
+    Rule,
+    Side,
+    Step,
+    Value,
+    is_stored,
+    op_name,
+)
+from normswap.dataflow.table import RULES, rule_for
+
+__all__ = [
+    "CASTS",
+    "PERMUTATIONS",
+    "RESHAPES",
+    "RULES",
+    "Contraction",
+    "Rule",
+    "Side",
+    "Step",
+    "Value",
+    "batch_norm_operands",
+    "is_stored",
+    "op_name",
+    "rule_for",
+]
