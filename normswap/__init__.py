@@ -1,19 +1,25 @@
 """Model surgery on normalisation layers: find norms, and fold BatchNorm into any model exactly."""
 
-from normswap.api import find_norms, fold_batchnorm, plan_fold_batchnorm, verify
-from normswap.errors import (
-    CaptureError,
-    CheckpointError,
-    NormswapError,
-    RefusedError,
-    VerificationError,
-)
-from normswap.find import NormSite, NormSites
-from normswap.hub import load, save
-from normswap.plan import Plan, SiteOutcome
-from normswap.report import Report
-from normswap.spec import NormSpec
-from normswap.verify import Verification
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from normswap.api import find_norms, fold_batchnorm, plan_fold_batchnorm, verify
+    from normswap.errors import (
+        CaptureError,
+        CheckpointError,
+        NormswapError,
+        RefusedError,
+        VerificationError,
+    )
+    from normswap.find import NormSite, NormSites
+    from normswap.hub import load, save
+    from normswap.plan import Plan, SiteOutcome
+    from normswap.report import Report
+    from normswap.spec import NormSpec
+    from normswap.verify import Verification
 
 __version__ = "0.1.0"
 
@@ -37,3 +43,35 @@ __all__ = [
     "save",
     "verify",
 ]
+
+_HOMES = {
+    "api": ("find_norms", "fold_batchnorm", "plan_fold_batchnorm"),
+    "errors": (
+        "CaptureError",
+        "CheckpointError",
+        "NormswapError",
+        "RefusedError",
+        "VerificationError",
+    ),
+    "find": ("NormSite", "NormSites"),
+    "hub": ("load", "save"),
+    "plan": ("Plan", "SiteOutcome"),
+    "report": ("Report",),
+    "spec": ("NormSpec",),
+    "verify": ("Verification", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name on first use: ``normswap --help`` needs no torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            module = importlib.import_module(f"normswap.{home}")
+            for each in names:
+                globals()[each] = getattr(module, each)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

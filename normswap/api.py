@@ -163,12 +163,11 @@ def _verified(plan: Plan, original: nn.Module, changed: nn.Module, inputs: Input
     """Both models in their own dtype, and the same plan on float64 copies in true float64."""
     exact = copy_model(original).to(torch.float64)
     exact_changed, _ = apply_with_undo(plan, exact, inplace=False)
-    sites = [s.name for s in plan.sites if s.status == "exact" and "folded back" in s.action]
     return verify(
         original,
         changed,
         inputs,
-        sites=sites,
+        sites=plan.comparable,
         float64_pair=(exact, exact_changed),
     )
 

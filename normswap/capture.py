@@ -93,8 +93,8 @@ class StoredTensor:
 class Capture:
     """What one run showed.
 
-    Each node's ``meta`` holds ``shape``, ``dtype`` and ``call`` (the :class:`ModuleCall`), for a
-    placeholder ``kind`` (``"input"``, ``"tensor"`` with its :class:`StoredTensor` under
+    Each node's ``meta`` holds ``shape``, ``dtype``, ``call`` (the :class:`ModuleCall`) and
+    ``from_input`` (whether it depends on an input of the model), for a placeholder ``kind`` (``"input"``, ``"tensor"`` with its :class:`StoredTensor` under
     ``tensor``, or ``"constant"``), and for ops of a ``GraphModule`` its ``origin``
     (module path, node name).
     """
@@ -395,7 +395,6 @@ class _Recorder(TorchDispatchMode):
         self.call_counts: dict[str, int] = {}
         self.origin: tuple[str, str] | None = None
         self.data_reads: list[fx.Node] = []
-        self.tainted: set[fx.Node] = set()  # depends on an input
         self._keep: list[Any] = []  # fake tensors are kept alive, so that ids stay unique
         self._nodes: dict[int, tuple[Callable[[], Tensor | None], fx.Node]] = {}
         self._storages: dict[int, list[Callable[[], Tensor | None]]] = {}
@@ -437,6 +436,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in tensors_in(values):
             node = self.graph.call_function(hook_read, (self.node_of(tensor), name))
             self._describe(node, tensor)
+            self._taint(node)
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -469,9 +469,8 @@ class _Recorder(TorchDispatchMode):
     def _placeholder(self, name: str, tensor: Tensor, kind: str) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta["kind"] = kind
+        node.meta["from_input"] = kind == "input"
         self._describe(node, tensor)
-        if kind == "input":
-            self.tainted.add(node)
         if kind == "constant" and not isinstance(tensor, FakeTensor) and tensor.numel() <= 1:
             node.meta["value"] = tensor.item() if tensor.numel() else None
         return node
@@ -556,12 +555,11 @@ class _Recorder(TorchDispatchMode):
                         self._stale.setdefault(id(other), []).append(node)
 
     def _taint(self, node: fx.Node) -> None:
-        if any(argument in self.tainted for argument in node.all_input_nodes):
-            self.tainted.add(node)
+        node.meta["from_input"] = any(n.meta["from_input"] for n in node.all_input_nodes)
 
     def note_read(self, nodes: list[fx.Node]) -> None:
         """Data was read; if it depends on an input, the calls around it prove one path only."""
-        tainted = [node for node in nodes if node in self.tainted]
+        tainted = [node for node in nodes if node.meta["from_input"]]
         if not tainted:
             return
         self.data_reads += tainted

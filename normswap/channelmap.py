@@ -106,7 +106,7 @@ class _Push:
 
     def _explained(self, state: _State, blocked: Blocked, value: Value, op: fx.Node) -> Blocked:
         """The reason with its place and, off the straight way, how the push got there."""
-        if op in _producers(value) and _is_computed_from_weights(op):
+        if op in _producers(value) and not op.meta.get("from_input", True):
             return Blocked(
                 "parametrised",
                 f"a weight is computed ({describe(op)}), not stored: {blocked.detail}",
@@ -310,16 +310,6 @@ def _require_absorbing(node: fx.Node, m: Map) -> None:
             raise Blocked("value-unknown", f"{tensor.name!r} would be divided by unknown values")
         if bool((m.vector.value == 0).any()):
             raise Blocked("zero-scale", f"{tensor.name!r} would be divided by a scale of zero")
-
-
-def _is_computed_from_weights(op: fx.Node) -> bool:
-    """Whether an op sees no input of the model: it makes a weight from stored tensors."""
-    if op.op != "call_function":
-        return False
-    return all(
-        node.meta.get("kind") in ("tensor", "constant") or _is_computed_from_weights(node)
-        for node in op.all_input_nodes
-    )
 
 
 def describe(node: fx.Node) -> str:

@@ -90,7 +90,8 @@ class NormSites(Sequence[NormSite]):
         summary = tuple(f"{count} {kind}" for kind, count in kinds.most_common())
         sections = (Section("", table),) if rows else ()
         title = f"{len(rows)} norm{'' if len(rows) == 1 else 's'}"
-        return to_text(Document(title, summary, None, sections), width)
+        text = to_text(Document(title, summary, None, sections), width)
+        return text.replace("\n\n\n", "\n\n")  # the one section needs no heading
 
     __repr__ = __str__
 
@@ -107,7 +108,7 @@ def _columns(site: NormSite) -> tuple[str, ...]:
 def matcher(where: Where) -> Callable[[NormSite], bool]:
     """``where=`` as a predicate: a glob, a list of globs, or a predicate on a site."""
     if where is None:
-        return lambda site: True
+        return lambda _: True
     if callable(where):
         return where
     globs = [where] if isinstance(where, str) else list(where)

@@ -32,7 +32,7 @@ _LENGTH_STEP = 5
 _MASK_FLOOR = -1e4  # additive masks hold 0 and a number below this, or -inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no equality that is true or false
 class Inputs:
     """The arguments of one call of a model: ``model(*args, **kwargs)``."""
 

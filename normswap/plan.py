@@ -59,8 +59,11 @@ class Plan:
     """An ordered list of weight edits and module edits, with the answer for every norm.
 
     A plan is made on one model and applies to any model with the same fingerprint (the names,
-    shapes and dtypes of its tensors and the classes of its modules): to a fresh instance, to one
-    on the meta device (structure only), or to a checkpoint on disk.
+    shapes of its tensors and the classes of its modules): to a fresh instance, to one on the meta
+    device (structure only), or to a checkpoint on disk.
+
+    ``removed`` and ``created`` are the state-dict names that go and come; ``comparable`` names
+    the changed modules whose output is still what it was, for a check at each site.
     """
 
     rewrite: str
@@ -71,6 +74,7 @@ class Plan:
     mapping: list[MappingRow] = field(default_factory=list[MappingRow])
     removed: list[str] = field(default_factory=list[str])
     created: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    comparable: list[str] = field(default_factory=list[str])
     aliases: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     notes: list[str] = field(default_factory=list[str])
     version: int = PLAN_VERSION

@@ -107,9 +107,8 @@ def verify(
         example_inputs: see :func:`normswap.inputs.normalise_inputs`; ``None`` to build them from
             what ``original`` says of itself.
         example_kwargs: further keyword arguments.
-        sites: names of modules of both models whose outputs are compared too, in float64. If
-            the weights are held in float64 and no ``tolerance`` is given, they have to agree as
-            the outputs do.
+        sites: names of modules of both models whose outputs are compared too, in float64. They
+            decide where the models themselves return nothing (no object detected).
         tolerance: the largest relative difference to accept in every run, for changes that are
             not exact.
         float64_pair: the two models with weights held in float64, to be used for the float64
@@ -124,7 +123,7 @@ def verify(
     watch = _SiteWatch(sites)
     blocked = pair.cannot_run()
     if blocked:
-        return _verdict(pair, [_skipped(inputs, pair.own_dtype, blocked)], watch, None)
+        return _verdict([_skipped(inputs, pair.own_dtype, blocked)], watch, None)
     first = _run_all(pair, inputs, watch)
     assert first is not None
     runs = _judge(pair, inputs, first)
@@ -134,7 +133,7 @@ def verify(
             if second is not None:
                 runs += _judge(pair, candidate, second)
                 break
-    return _verdict(pair, runs, watch, _judge_sites(pair, inputs, watch))
+    return _verdict(runs, watch, _judge_sites(pair, inputs, watch))
 
 
 class _Pair:
@@ -162,11 +161,6 @@ class _Pair:
     def stored_in_float64(self) -> bool:
         """Whether the weights of the float64 runs were never rounded to a lower precision."""
         return self.has_float64_pair or self.is_float64
-
-    @property
-    def holds_at_sites(self) -> bool:
-        """Whether sites are asked to agree as closely as the outputs."""
-        return self.stored_in_float64 and self.tolerance is None
 
     def cannot_run(self) -> str | None:
         """Why nothing can be computed, if so."""
@@ -414,14 +408,11 @@ def _judge_sites(pair: _Pair, inputs: Inputs, watch: _SiteWatch) -> Run | None:
     return replace(run, detail=f"site {watch.worst.where!r}: {run.detail}") if run.detail else run
 
 
-def _verdict(pair: _Pair, runs: list[Run], watch: _SiteWatch, at_sites: Run | None) -> Verification:
+def _verdict(runs: list[Run], watch: _SiteWatch, at_sites: Run | None) -> Verification:
     done = [run for run in runs if not run.skipped]
     level = "model" if done else "none"
     if at_sites is not None and not done:  # nothing was returned (no object detected)
         level, done, runs = "site", [at_sites], [*runs, at_sites]
-    elif at_sites is not None and not at_sites.passed and pair.holds_at_sites:
-        # An output can hide a wrong site: a ReLU that is off, a detection below its threshold.
-        done, runs = [*done, at_sites], [*runs, at_sites]
     telling = [run for run in done if not run.passed]
     telling = telling or [run for run in done if run.dtype == "float64"] or done or runs
     worst = max(telling, key=lambda run: run.max_rel / max(run.tolerance, sys.float_info.min))

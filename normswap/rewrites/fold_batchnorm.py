@@ -35,7 +35,7 @@ from normswap.capture import (
     hook_read,
     refuse_unsupported,
 )
-from normswap.channelmap import Pushed, commit, push, require_one_path
+from normswap.channelmap import Pushed, commit, node_of, push, require_one_path
 from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, RULES, Contraction, is_stored, op_name
 from normswap.find import GraphSite, Instance, Where, batch_norms_in_graph, matcher
 from normswap.inputs import Inputs
@@ -85,6 +85,7 @@ class _Folded:
     action: str
     edits: list[ModuleEdit]
     removed: list[str]
+    outputs: list[fx.Node]  # the values that stand for the norm's output from now on
 
 
 @dataclass
@@ -144,29 +145,33 @@ class _Folding:
                 if x != y:
                     raise Blocked("op", f"it casts {x} to {y}")
             edits, removed = self._structure(site)
-            action = self._absorb(site)
+            action, touched = self._absorb(site)
             if any(_shares_storage(instance) for instance in site.instances):
                 edits = [ModuleEdit(e.kind, e.module, {**e.params, "clone": True}) for e in edits]
         except Blocked as blocked:
             self.refused[id(site)] = blocked
             return False
         self.refused.pop(id(site), None)
-        self.folded.append(_Folded(site, action, edits, removed))
+        for earlier in self.folded:  # outputs that this fold scales or shifts cannot be compared
+            earlier.outputs = [] if touched & set(earlier.outputs) else earlier.outputs
+        outputs = [i.x for i in site.instances] if "back" in action else []
+        self.folded.append(_Folded(site, action, edits, removed, outputs))
         for instance in site.instances:
             _bypass(self.capture.graph, instance)
             for other in (i for s in self.sites for i in s.instances):
                 other.x = instance.x if other.x is instance.y else other.x
         return True
 
-    def _absorb(self, site: GraphSite) -> str:
-        """Push the norm's map one way, else the other; in words where it went."""
+    def _absorb(self, site: GraphSite) -> tuple[str, set[fx.Node]]:
+        """Push the norm's map one way, else the other; in words where, and what it touched."""
         mark = self.program.mark()
         reasons: list[Blocked] = []
         for against in (True, False):
             try:
                 pushes = self._push(site, against=against)
                 require_one_path(self.capture, pushes)
-                return _describe_action(pushes, against=against)
+                touched = {node_of(value) for p in pushes for value in p.maps}
+                return _describe_action(pushes, against=against), touched
             except Blocked as blocked:
                 self.program.rollback(mark)
                 reasons.append(blocked)
@@ -273,7 +278,7 @@ class _Folding:
         """The child modules that the call runs one after the other behind the norm."""
         inside = self.inside.get(call, [])
         own = [n for n in inside if n.meta["call"] is call and n not in instance.nodes]
-        computing = [n for n in own if not _computes_tensor_only(n)]
+        computing = [n for n in own if n.meta["from_input"]]
         children = self.children.get(call, [])
         prefix = f"{call.path}." if call.path else ""
         names = [c.path.removeprefix(prefix) for c in children]
@@ -320,6 +325,7 @@ class _Folding:
         for folded in self.folded:
             plan.module_edits += folded.edits
             plan.removed += folded.removed
+            plan.comparable += [folded.site.site.name] if folded.outputs else []
         plan.removed = list(dict.fromkeys(plan.removed))
         gone = set(plan.removed)
         all_tensors = {**self.capture.tensors, **{n: t for n, (t, _) in self.biases.items()}}
@@ -443,16 +449,6 @@ def _around(node: fx.Node) -> list[ModuleCall]:
 
 def _is_alias(node: fx.Node) -> bool:
     return op_name(node) in (CASTS | {"dropout", "getitem"})
-
-
-def _computes_tensor_only(node: fx.Node) -> bool:
-    """Whether a node depends on stored tensors and constants only (a counter, a cast weight)."""
-    sources = node.all_input_nodes
-    return all(
-        s.meta.get("kind") in ("tensor", "constant")
-        or (s.op == "call_function" and _computes_tensor_only(s))
-        for s in sources
-    )
 
 
 def _is_chain(value: fx.Node, calls: list[ModuleCall], inside: list[fx.Node]) -> bool:
