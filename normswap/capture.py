@@ -94,9 +94,9 @@ class Capture:
     """What one run showed.
 
     Each node's ``meta`` holds ``shape``, ``dtype``, ``call`` (the :class:`ModuleCall`) and
-    ``from_input`` (whether it depends on an input of the model), for a placeholder ``kind`` (``"input"``, ``"tensor"`` with its :class:`StoredTensor` under
-    ``tensor``, or ``"constant"``), and for ops of a ``GraphModule`` its ``origin``
-    (module path, node name).
+    ``from_input`` (whether it depends on an input of the model), for a placeholder ``kind``
+    (``"input"``, ``"tensor"`` with its :class:`StoredTensor` under ``tensor``, or
+    ``"constant"``), and for ops of a ``GraphModule`` its ``origin`` (module path, node name).
     """
 
     graph: fx.Graph

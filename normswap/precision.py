@@ -39,10 +39,11 @@ def true_float64() -> Generator[None]:
 
 @contextmanager
 def rounding_noise(size: float, seed: int) -> Generator[None]:
-    """`true_float64`, but each computed value `v` becomes ``v * (1 + size * u)``, u in [-1, 1].
+    """`true_float64`, but each value `v` that an op reads is ``v * (1 + size * u)``, u in [-1, 1].
 
-    With `size` the unit roundoff of a dtype this shows how far rounding in that dtype can move
-    the results of a model: an estimate that does not hang on one lucky rounding.
+    That goes for weights too. With `size` the unit roundoff of a dtype this shows how far rounding
+    in that dtype can move the results of a model: an estimate that does not hang on one lucky
+    rounding.
     """
     with _float64_arithmetic(noise=size, seed=seed):
         yield
@@ -113,13 +114,12 @@ class _Float64Mode(TorchDispatchMode):
             name: self._raise_argument(value, aliases.get(name), originals)
             for name, value in kwargs.items()
         }
+        if self._noise and _computes(schema, new_args):
+            new_args = _map(self._perturb, new_args)
         result = func(*new_args, **new_kwargs)
         # An in-place op hands its argument back: the caller must get the object it passed, or
         # `self.buffer += x` would put a shadow into the user's model.
-        result = _map(lambda value: originals.get(id(value), _raise_result(value)), result)
-        if self._noise and _computes(schema, new_args):
-            result = _map(self._perturb, result)
-        return result
+        return _map(lambda value: originals.get(id(value), _raise_result(value)), result)
 
     def _raise_argument(self, value: Any, alias: Any, originals: dict[int, Tensor]) -> Any:
         def one(leaf: Any) -> Any:

@@ -111,8 +111,8 @@ def _text_row(row: Sequence[str], widths: list[int], right: list[bool]) -> Itera
 def _wrap(text: str, width: int) -> list[str]:
     """Lines of at most ``width``, broken after spaces and, in names, after dots."""
     lines = [""]
-    for word in re.findall(r"\S+\s*", text):
-        for piece in _pieces(word, width):
+    for word in text.split():
+        for piece in _pieces(f"{word} ", width):
             if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:
                 lines.append("")
             lines[-1] += piece

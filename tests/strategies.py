@@ -412,10 +412,9 @@ class Builder:
             return False
         try:
             with torch.no_grad():
-                module(self.values[i].clone())
+                return module(self.values[i].clone()).numel() > 0
         except (RuntimeError, ValueError):
             return False
-        return True
 
     STEPS = (
         "block",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
@@ -221,5 +220,3 @@ def test_trying_inputs_on_fakes_leaves_none_in_the_caches_of_the_models_code() -
     inputs = default_inputs(model)
     assert not isinstance(model(**inputs.kwargs), FakeTensor)
     assert type(table_of(8)) is Tensor
-    gc.collect()
-    assert not any(isinstance(b, FakeTensor) for b in model.parameters())

@@ -229,7 +229,7 @@ def test_max_norm_does_not_renormalise_the_users_weights() -> None:
 
 
 @given(size=st.sampled_from([2.0**-11, 2.0**-24, 2.0**-53]), seed=st.integers(0, 2**31))
-def test_noise_moves_every_op_by_at_most_its_size(size: float, seed: int) -> None:
+def test_noise_moves_what_an_op_reads_by_at_most_its_size(size: float, seed: int) -> None:
     x = torch.rand(50, generator=torch.Generator().manual_seed(seed)) + 0.5
     with true_float64():
         clean = x * 3

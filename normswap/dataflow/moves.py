@@ -133,6 +133,22 @@ def whole_of(piece: Map, axis: int, start: int, stop: int, size: int, step: int 
 
 
 @dataclass(frozen=True)
+class Unfolding(Rule):
+    """``Tensor.unfold``: windows along one axis, their positions on a new last axis."""
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """The map, which must not vary along the unfolded axis."""
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        axis = argument(node, 1, "dimension") % len(shape_of(x))
+        if m.axes & {axis, len(shape_of(x))}:
+            raise Blocked("axis-mismatch", "takes windows along the mapped axis")
+        if source is node:
+            return [[(x, m.reshape(*m.vector.shape[:-1]))]]
+        return [[(node, m.reshape(*m.vector.shape, 1))]]
+
+
+@dataclass(frozen=True)
 class Slicing(Rule):
     """``y`` is a run of positions of one axis of ``x`` (or one position, its axis dropped)."""
 

@@ -23,6 +23,7 @@ from normswap.dataflow.moves import (
     Reshaping,
     Slicing,
     Splitting,
+    Unfolding,
     channel_shuffle,
     pixel_shuffle,
     pixel_unshuffle,
@@ -126,6 +127,7 @@ RULES: dict[str, Rule] = {
     "native_channel_shuffle": Rearranging(channel_shuffle),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), Expanding()),
     **dict.fromkeys(("slice", "select", "narrow"), Slicing()),
+    "unfold": Unfolding(),
     **dict.fromkeys(_SPLITS, Splitting()),
     **dict.fromkeys(_PADS, Padding()),
     # several values

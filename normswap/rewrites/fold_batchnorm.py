@@ -24,32 +24,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
+from normswap.biases import add_virtual_biases
 from normswap.capture import (
     Capture,
     ModuleCall,
-    StoredTensor,
     capture,
     hook_read,
     refuse_unsupported,
 )
 from normswap.channelmap import Pushed, commit, node_of, push, require_one_path
-from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, RULES, Contraction, is_stored, op_name
 from normswap.find import GraphSite, Instance, Where, batch_norms_in_graph, matcher
+from normswap.graphs import calls_around, final_readers, first_writer, is_alias, is_chain, writes_to
 from normswap.inputs import Inputs
 from normswap.maps import Blocked, Map, Scale, Shift
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.program import Program, Vector
-
-# Ops whose output may share the storage of their input.
-_VIEWS = CASTS | PERMUTATIONS | RESHAPES | {"slice", "select", "narrow", "split", "chunk", "expand"}
-# A bias counts as used by these layers' own forward; other classes must name it in theirs.
-_STOCK = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
 
 
 def plan_fold_batchnorm(
@@ -102,14 +93,14 @@ class _Folding:
     refused: dict[int, Blocked] = field(default_factory=dict[int, Blocked])
 
     def __post_init__(self) -> None:
-        self.biases = _add_virtual_biases(self.model, self.capture)
+        self.biases = add_virtual_biases(self.model, self.capture)
         shapes = {t.name: t.shape for t in self.capture.tensors.values()}
         shapes |= {name: tensor.shape for name, (tensor, _) in self.biases.items()}
         self.program = Program(self.read or self._read, shapes.__getitem__)
         self.sites = batch_norms_in_graph(self.model, self.capture)
         for node in self.capture.graph.nodes:
             if node.op == "call_function" and node.target is not hook_read:
-                for call in _around(node):
+                for call in calls_around(node):
                     self.inside.setdefault(call, []).append(node)
         for call in self.capture.calls:
             if call.parent is not None:
@@ -283,8 +274,8 @@ class _Folding:
         prefix = f"{call.path}." if call.path else ""
         names = [c.path.removeprefix(prefix) for c in children]
         direct = all("." not in n for n in names) and len(set(names)) == len(names)
-        chained = _is_chain(instance.y, children, inside)
-        if not direct or not chained or any(not _is_alias(n) for n in computing):
+        chained = is_chain(instance.y, children, inside)
+        if not direct or not chained or any(not is_alias(n) for n in computing):
             raise Blocked("op", "its module does more than the norm and an activation behind it")
         return tuple(names)
 
@@ -302,7 +293,7 @@ class _Folding:
     def _require_read_only_here(self, site: GraphSite) -> None:
         nodes = {n for instance in site.instances for n in instance.nodes}
         for tensor in site.tensors.values():
-            readers = _final_readers(tensor.node)
+            readers = final_readers(tensor.node)
             outside = [r for r in readers if r not in nodes]
             if outside:
                 raise Blocked("shared", f"{tensor.name!r} is also read elsewhere")
@@ -381,7 +372,7 @@ def _never_updated(folding: _Folding, site: GraphSite) -> bool:
     return known and bool((mean == 0).all()) and bool((var == 1).all())
 
 
-# -- graph helpers ----------------------------------------------------------------------------
+# -- one norm in the graph ----------------------------------------------------------------------
 
 
 def _on_channels(m: Map, value: fx.Node) -> Map:
@@ -412,157 +403,5 @@ def _shares_storage(instance: Instance) -> bool:
     x, y = instance.x, instance.y
     others = [u for u in x.users if u not in instance.nodes]
     still_read = x.op == "placeholder" or bool(others)
-    written = still_read and _first_writer(y) is not None
-    return written or any(_writes_to(user, x) for user in others)
-
-
-def _first_writer(value: fx.Node) -> fx.Node | None:
-    """An op that writes in place to ``value`` or to a view of it."""
-    seen, queue = {value}, [value]
-    while queue:
-        node = queue.pop()
-        for user in node.users:
-            if _writes_to(user, node):
-                return user
-            view = user.op == "call_function" and (
-                op_name(user) in _VIEWS or op_name(user) in ("getitem", "dropout")
-            )
-            if view and user not in seen:
-                seen.add(user)
-                queue.append(user)
-    return None
-
-
-def _writes_to(op: fx.Node, value: fx.Node) -> bool:
-    if not isinstance(op.target, torch._ops.OpOverload) or not op.target._schema.is_mutable:
-        return False
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write and given is value
-        for argument, given in zip(op.target._schema.arguments, op.args, strict=False)
-    )
-
-
-def _around(node: fx.Node) -> list[ModuleCall]:
-    call = node.meta.get("call")
-    return [] if call is None else list(call.ancestors())
-
-
-def _is_alias(node: fx.Node) -> bool:
-    return op_name(node) in (CASTS | {"dropout", "getitem"})
-
-
-def _is_chain(value: fx.Node, calls: list[ModuleCall], inside: list[fx.Node]) -> bool:
-    """Whether each call reads the one value that the call before it left."""
-    for call in calls:
-        body = [n for n in inside if call in _around(n)]
-        if not body:
-            continue  # an identity, which records nothing
-        members = set(body)
-        read = {s for n in body for s in n.all_input_nodes if s not in members}
-        read = {s for s in read if s.meta.get("kind") not in ("tensor", "constant")}
-        if read != {value}:
-            return False
-        value = body[-1]
-    return True
-
-
-def _final_readers(node: fx.Node | None) -> list[fx.Node]:
-    """The readers of a stored tensor, looking through casts."""
-    if node is None:
-        return []
-    readers: list[fx.Node] = []
-    for user in node.users:
-        cast = user.op == "call_function" and op_name(user) in CASTS
-        readers += _final_readers(user) if cast and user.users else [user]
-    return readers
-
-
-# -- biases that do not exist yet --------------------------------------------------------------
-
-
-def _add_virtual_biases(
-    model: nn.Module, capture: Capture
-) -> dict[str, tuple[StoredTensor, ModuleEdit]]:
-    """Give every layer without bias one in the graph, where its owner would use it.
-
-    They are zero and exist only if a shift is pushed into them.
-    """
-    created: dict[str, tuple[StoredTensor, ModuleEdit]] = {}
-    for node in list(capture.graph.nodes):
-        rule = RULES.get(op_name(node)) if node.op == "call_function" else None
-        if not isinstance(rule, Contraction) or op_name(node) == "addmm":
-            continue
-        weight = node.args[1] if len(node.args) > 1 else None
-        if not is_stored(weight) or rule.operands(node)[2] is not None:
-            continue
-        assert isinstance(weight, fx.Node)
-        owner = weight.meta["tensor"].owner
-        edit = _bias_edit(model, node, owner, weight.meta["tensor"])
-        if edit is None:
-            continue
-        name = f"{owner}.bias" if owner else "bias"
-        if name not in created:
-            size = node.meta["shape"][rule.axes(node)[1]]
-            created[name] = _virtual(capture, name, weight, size), edit
-        elif edit.kind == "bias_node":
-            nodes = [*created[name][1].params["nodes"], *edit.params["nodes"]]
-            known = created[name]
-            created[name] = (
-                known[0],
-                ModuleEdit(edit.kind, edit.module, {**edit.params, "nodes": nodes}),
-            )
-        node.update_arg(2, created[name][0].node) if len(node.args) > 2 else _append(
-            node, created[name][0].node
-        )
-    return created
-
-
-def _append(node: fx.Node, bias: fx.Node | None) -> None:
-    node.args = (*node.args, bias)
-
-
-def _virtual(capture: Capture, name: str, weight: fx.Node, size: int) -> StoredTensor:
-    like: StoredTensor = weight.meta["tensor"]
-    with capture.graph.inserting_after(weight):
-        node = capture.graph.placeholder(name.replace(".", "_"))
-    names = tuple(n.rpartition(".")[0] + ".bias" if "." in n else "bias" for n in like.names)
-    tensor = StoredTensor(name, names, (size,), like.dtype, True, True, node)
-    node.meta.update(
-        kind="tensor", tensor=tensor, virtual=True, shape=(size,), dtype=like.dtype, call=None
-    )
-    return tensor
-
-
-def _bias_edit(
-    model: nn.Module, node: fx.Node, owner: str, weight: StoredTensor
-) -> ModuleEdit | None:
-    """How a bias would be added, or ``None`` where it would not be used."""
-    call = node.meta.get("call")
-    module = model.get_submodule(owner)
-    if call is not None and call.path == owner and type(module) is not fx.GraphModule:
-        parameters = module._parameters
-        unused = "bias" in parameters and parameters["bias"] is None
-        return (
-            ModuleEdit("add_bias", owner, {"weight": weight.name})
-            if unused and _uses_bias(module)
-            else None
-        )
-    if "origin" not in node.meta or hasattr(module, "bias"):
-        return None
-    path, name = node.meta["origin"]
-    parent = model.get_submodule(path)
-    inside = isinstance(parent, fx.GraphModule) and any(
-        n.name == name and n.op == "call_function" for n in parent.graph.nodes
-    )
-    if not inside:
-        return None
-    params = {"nodes": [name], "owner": owner, "weight": weight.name}
-    return ModuleEdit("bias_node", path, params)
-
-
-def _uses_bias(module: nn.Module) -> bool:
-    forward = type(module).forward
-    if any(forward is stock.forward for stock in _STOCK):
-        return True
-    code = getattr(forward, "__code__", None)
-    return code is not None and "bias" in code.co_names
+    written = still_read and first_writer(y) is not None
+    return written or any(writes_to(user, x) for user in others)
