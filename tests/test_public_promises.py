@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,39 @@ def test_result_is_not_made_of_inference_tensors() -> None:
     run_with_gradient = new(IMAGE).square().mean()
     run_with_gradient.backward()
     assert new.get_parameter("conv1.weight").grad is not None
+
+
+@functools.lru_cache
+def cached_grid(side: int) -> Tensor:
+    return torch.linspace(0.0, 1.0, side, dtype=torch.float64)
+
+
+def test_caches_outside_of_the_model_hold_no_tensor_of_the_capture() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return F.relu(m.bn(m.c(x))) + cached_grid(x.shape[-1] - 2)
+
+    cached_grid.cache_clear()
+    model = double(Net(forward, c=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4)))
+    new, report = ns.fold_batchnorm(model, IMAGE)
+    assert_folded(report, "bn")
+    assert type(run(model, IMAGE)) is Tensor
+    assert type(cached_grid(6)) is Tensor
+    assert_same(model, new, IMAGE)
+
+
+def test_transformers_model_that_ran_before_is_captured_too() -> None:
+    """It records hidden states by hooks that its first run installs."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SegformerConfig(
+        depths=[1] * 4, hidden_sizes=[8] * 4, num_attention_heads=[1] * 4, decoder_hidden_size=8
+    )
+    model = double(transformers.SegformerForSemanticSegmentation(config))
+    x = random_input(1, 3, 64, 64)
+    for _ in range(2):
+        new, report = ns.fold_batchnorm(model, x)
+        assert report.counts == {"exact": 1}
+        assert relative_error(run(model, x).logits, run(new, x).logits) < 1e-12
+        assert len(run(new, x, output_hidden_states=True).hidden_states) == 4
 
 
 # What stays as it was in the result

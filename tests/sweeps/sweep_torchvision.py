@@ -78,7 +78,7 @@ def build(name: str) -> Subject:
         images = (random(1, 3, 128, 128), random(1, 3, 128, 128))
         return Subject(model, images, {"num_flow_updates": 2})
     if ".video" in module:
-        side = 224 if name.startswith(("mvit", "swin")) else 64
+        side = 224 if name.startswith(("mvit", "swin", "s3d")) else 64
         return Subject(model, (random(1, 3, 16, side, side),))
     for side in (64, 96, 128, 224, 299):
         try:
