@@ -43,12 +43,14 @@ def forget_cached(model: nn.Module) -> Generator[None]:
 def _caches(model: nn.Module) -> Iterator[_Cache[Any]]:
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     classes = {cls for cls in classes if _root(cls.__module__) not in _FOREIGN}
+    held = {v for m in model.modules() for v in vars(m).values() if isinstance(v, FunctionType)}
     for module in model.modules():
         yield from _caches_in(vars(module).values())
     for cls in classes:
         yield from _caches_in(list(vars(cls).values()))
-    roots = {_root(cls.__module__) for cls in classes}
-    for name in {cls.__module__ for cls in classes}:
+    names = {code.__module__ for code in (*classes, *held)}
+    roots = {_root(name) for name in names}
+    for name in names:
         roots |= {_root(_origin(value)) for value in _namespace(name).values()}
     for name in list(sys.modules):
         if _root(name) in roots - _FOREIGN:

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from normswap.caches import forget_cached
 from normswap.copying import copy_model
 from normswap.errors import CaptureError, RefusedError
 from normswap.inputs import Inputs
@@ -39,6 +40,11 @@ from normswap.inputs import Inputs
 _DATA_READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "tolist"}
 _DATA_READ_METHODS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 _HOOK_SLOTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 def stale_read(value: Any, *writers: Any) -> Any:
@@ -117,17 +123,24 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
     Raises:
         CaptureError: the model cannot be copied or does not run; names the module and the line.
     """
-    try:
-        return _record(model, inputs, fake=True)
-    except _RunError as error:
-        if any(t.is_meta for t in model.parameters()):
-            raise error.as_capture_error("on fake tensors (the model is on the meta device)") from (
-                error.__cause__
-            )
-    try:
-        return _record(model, inputs, fake=False)
-    except _RunError as error:
-        raise error.as_capture_error("on the example inputs") from error.__cause__
+    hooks = {name for name, module in model.named_modules() if _has_hooks(module)}
+    on_meta = any(t.is_meta for t in model.parameters())
+    error: _RunError | None = None
+    # Hooks may have side effects on the user's objects, so they are left out where the model
+    # runs without them (some models record their own hidden states by hooks).
+    for fake in (True,) if on_meta else (True, False):
+        for with_hooks in (False, True) if hooks else (False,):
+            try:
+                return _record(model, inputs, hooks, fake=fake, with_hooks=with_hooks)
+            except _RunError as failure:
+                error = failure
+    assert error is not None
+    how = "on fake tensors (it is on the meta device)" if on_meta else "on the example inputs"
+    raise error.as_capture_error(how) from error.__cause__
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(len(getattr(module, slot, ())) for slot in _HOOK_SLOTS)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -271,22 +284,20 @@ def _line(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown line"
 
 
-def _record(model: nn.Module, inputs: Inputs, *, fake: bool) -> Capture:
+def _record(
+    model: nn.Module, inputs: Inputs, hooked: set[str], *, fake: bool, with_hooks: bool
+) -> Capture:
     """One recorded run on a twin of ``model``, fake or real."""
     stored = stored_tensors(model)
     names = module_names(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-    twin = _make_twin(model, mode)
-    hooked = {
-        name
-        for name, module in model.named_modules()
-        if any(len(getattr(module, slot, ())) for slot in _HOOK_SLOTS)
-    }
+    twin = _make_twin(model, mode, with_hooks=with_hooks)
     recorder = _Recorder(twin, stored, names, hooked, fake=fake)
     given = inputs.map(lambda t: _fake(mode, t)) if mode is not None else inputs
     recorder.add_inputs(given)
     with ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(forget_cached(twin))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode())
         if mode is not None:
@@ -334,7 +345,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return fake
 
 
-def _make_twin(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
+def _make_twin(model: nn.Module, mode: FakeTensorMode | None, *, with_hooks: bool) -> nn.Module:
     memo: dict[int, Any] = {}
     if mode is not None:
         for _, tensor in _named_tensors(model):
@@ -348,13 +359,10 @@ def _make_twin(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
             "without touching it: make copy.deepcopy(model) work"
         ) from error
     for module in twin.modules():
-        # The user's hooks may have side effects; what they see is recorded as `hook_read`.
-        for slot in _HOOK_SLOTS:
-            setattr(module, slot, OrderedDict())
-        module._forward_hooks_with_kwargs = OrderedDict()
-        module._forward_pre_hooks_with_kwargs = OrderedDict()
-        module._forward_hooks_always_called = OrderedDict()
         module._compiled_call_impl = None
+        if not with_hooks:
+            for slot in (*_HOOK_SLOTS, *_HOOK_FLAGS):
+                setattr(module, slot, OrderedDict())
     return twin
 
 

@@ -261,6 +261,11 @@ def require_one_path(capture: Capture, pushes: Iterable[Pushed]) -> None:
     if inner.flags:
         raise Blocked("data-dependent", f"{inner.path!r} is steered by an argument")
     prefix = f"{inner.path}." if inner.path else ""
+    called = {call.path for call in capture.calls}
+    for tensor in capture.tensors.values():  # what a called module did not read, another path may
+        unread = tensor.node is None and tensor.dtype.is_floating_point
+        if unread and tensor.owner in called and tensor.name.startswith(prefix):
+            raise Blocked("data-dependent", f"{tensor.name!r} was not read in the recorded run")
     for p in pushes:
         for tensor, _ in p.tensors():
             outside = [n for n in tensor.names if not n.startswith(prefix)]

@@ -15,6 +15,7 @@ random states are put back.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -125,6 +126,8 @@ def verify(
     if blocked:
         return _verdict([_skipped(inputs, pair.own_dtype, blocked)], watch, None)
     first = _run_all(pair, inputs, watch)
+    if first is not None and first.original64.error and pair.hold_in_float64():
+        first = _run_all(pair, inputs, watch)
     assert first is not None
     runs = _judge(pair, inputs, first)
     if not (first.original.error and first.original64.error):
@@ -148,7 +151,8 @@ class _Pair:
     ) -> None:
         self.original, self.changed = original, changed
         self.original64, self.changed64 = float64_pair or (original, changed)
-        self.has_float64_pair = float64_pair is not None
+        # `stored`: no weight of the float64 runs was ever rounded to a lower precision.
+        self.holds_float64 = self.stored_in_float64 = float64_pair is not None
         self.tolerance = tolerance
         dtypes = {p.dtype for model in (original, changed) for p in model.parameters()}
         dtypes = {d for d in dtypes if d.is_floating_point or d.is_complex} or {torch.float32}
@@ -156,11 +160,25 @@ class _Pair:
         self.roundoff = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
         # The true float64 run is then the run in the model's own dtype too.
         self.is_float64 = dtypes <= {torch.float64, torch.complex128}
+        self.stored_in_float64 = self.stored_in_float64 or self.is_float64
 
-    @property
-    def stored_in_float64(self) -> bool:
-        """Whether the weights of the float64 runs were never rounded to a lower precision."""
-        return self.has_float64_pair or self.is_float64
+    def hold_in_float64(self) -> bool:
+        """Use copies in float64, for models that compare dtypes themselves (``nn.LSTM`` does)."""
+        if self.holds_float64 or self.is_float64:
+            return False
+        try:
+            self.original64 = copy.deepcopy(self.original).to(torch.float64)
+            self.changed64 = copy.deepcopy(self.changed).to(torch.float64)
+        except Exception:  # a model that cannot be copied is judged in its own dtype alone
+            return False
+        self.holds_float64 = True
+        return True
+
+    def wide(self, inputs: Inputs) -> Inputs:
+        """The inputs of the float64 runs."""
+        if not self.holds_float64:
+            return inputs
+        return inputs.map(lambda t: t.double() if t.is_floating_point() else t)
 
     def cannot_run(self) -> str | None:
         """Why nothing can be computed, if so."""
@@ -194,7 +212,7 @@ def _run_all(
         original = attempt(pair.original, inputs)
         if as_before is not None and original.error and not as_before.original.error:
             return None
-    double = _in_float64(inputs) if pair.has_float64_pair else inputs
+    double = pair.wide(inputs)
     with watch.recording(pair.original64) if watch else nullcontext():
         original64 = attempt(pair.original64, double, true_float64())
     if as_before is not None and original64.error and not as_before.original64.error:
@@ -206,11 +224,6 @@ def _run_all(
         with watch.comparing(pair.changed64) if watch else nullcontext():
             changed64 = attempt(pair.changed64, double, true_float64())
     return _Outcomes(original, changed, original64, changed64)
-
-
-def _in_float64(inputs: Inputs) -> Inputs:
-    """Models held in float64 may compare the dtype of an input to that of a weight."""
-    return inputs.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 class _SiteWatch:
@@ -369,7 +382,7 @@ def _noise_bound(
     exact = outcomes.original64
     if exact.error:
         return 0.0
-    double = _in_float64(inputs) if pair.has_float64_pair else inputs
+    double = pair.wide(inputs)
     worst = 0.0
     for seed in range(NOISE_SAMPLES):
         noisy = attempt(pair.original64, double, rounding_noise(bound.roundoff, seed))

@@ -396,6 +396,27 @@ def test_an_op_that_is_missing_in_half_precision_is_skipped_with_the_reason() ->
     assert "does not run in float16: RuntimeError" in (run_of(check, "float16").skipped or "")
 
 
+def test_layers_that_compare_dtypes_themselves_are_held_in_float64() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.lstm = nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(self.scale(x))[0]
+
+    model = Recurrent()
+    check = verify(model, copy.deepcopy(model), torch.randn(2, 5, 4))
+    assert check.passed
+    assert check.dtype == "float64"
+    assert not any(run.skipped for run in check.runs)
+    assert model.lstm.weight_ih_l0.dtype == torch.float32
+    wrong = copy.deepcopy(model)
+    with torch.no_grad():
+        wrong.lstm.bias_hh_l0.add_(1e-3)
+    assert not verify(model, wrong, torch.randn(2, 5, 4)).passed
+
+
 def test_a_float64_model_needs_one_run_a_shape() -> None:
     model = network().double()
     check = verify(model, folded(model), X)
