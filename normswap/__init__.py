@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from normswap.plan import Plan, SiteOutcome
     from normswap.report import Report
     from normswap.spec import NormSpec
-    from normswap.verify import Verification
+    from normswap.verification import Verification
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ _HOMES = {
     "plan": ("Plan", "SiteOutcome"),
     "report": ("Report",),
     "spec": ("NormSpec",),
-    "verify": ("Verification", "verify"),
+    "verification": ("Verification", "verify"),
 }
 
 

@@ -18,7 +18,7 @@ from normswap.inputs import Inputs, resolve_inputs
 from normswap.plan import Plan
 from normswap.report import Report
 from normswap.rewrites.fold_batchnorm import plan_fold_batchnorm as _plan_fold_batchnorm
-from normswap.verify import Verification, verify
+from normswap.verification import Verification, verify
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from normswap.find import NormSite
     from normswap.report import Report
-    from normswap.verify import Verification
+    from normswap.verification import Verification
 
 P = ParamSpec("P")
 

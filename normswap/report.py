@@ -15,7 +15,7 @@ from normswap.collapse import collapse_names
 from normswap.errors import NormswapError
 from normswap.plan import MappingRow, Plan, SiteOutcome
 from normswap.rendering import Document, Section, Table
-from normswap.verify import Run, Verification
+from normswap.verification import Run, Verification
 
 __all__ = ["Report", "collapse_names"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from normswap.errors import NormswapError
 from normswap.plan import Edit, MappingRow, ModuleEdit, Plan, SiteOutcome
 from normswap.report import Report
-from normswap.verify import Run, Verification
+from normswap.verification import Run, Verification
 
 RUNS = (
     Run("1x3x224x224", "float64", 2e-14, 1.2e-15, 1e-7, True),

@@ -27,6 +27,14 @@ from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program, Vector
 
 
+def _exists(bias: fx.Node | None, program: Program) -> bool:
+    """Whether there is a bias, not only the place for one."""
+    if bias is None:
+        return False
+    tensor = bias.meta.get("tensor")
+    return "virtual" not in bias.meta or tensor is None or program.current(tensor.name)[1] > 0
+
+
 def _side(weight: fx.Node, *, inputs: bool) -> Value:
     return Side(weight, inputs) if is_stored(weight) else weight
 
@@ -84,7 +92,7 @@ class Contraction(Rule):
             if isinstance(m, Shift):
                 return [[(node, self._spread(m, shape_of(node), self.axes(node)[1]))]]
             return [self._output_side(node, m)]
-        return self._from_output(node, m)
+        return self._from_output(node, m, program)
 
     def relate_side(self, node: fx.Node, side: Side, m: Map, program: Program) -> list[Step]:
         """The other end of the same channels."""
@@ -135,12 +143,14 @@ class Contraction(Rule):
             step.append((bias, channels))
         return step
 
-    def _from_output(self, node: fx.Node, m: Map) -> list[Step]:
+    def _from_output(self, node: fx.Node, m: Map, program: Program) -> list[Step]:
         x, _, bias = self.operands(node)
         axis = self.axes(node)[1]
         if m.axes and axis not in m.axes and self._passes_through(node, m):
-            if bias is not None and m.kind != "centring":
+            if _exists(bias, program):
                 raise Blocked("axis-mismatch", f"adds a bias along axis {axis}")
+            if isinstance(m, Shift):
+                raise Blocked("axis-mismatch", "multiplies the shift by the row sums of its weight")
             return [[(x, m)]]
         only_on(m, [axis], "the layer writes and")
         channels = self._channels(node, m, axis)
@@ -151,6 +161,18 @@ class Contraction(Rule):
             return [[(bias, channels.at(lambda v: v.expand(full)))]]
         return [[pair for pair in self._output_side(node, channels) if pair[0] is not node]]
 
+    def _mixed(self, node: fx.Node, m: Shift, program: Program) -> Map:
+        """A shift that is constant along the contracted axis: times the row sums of ``W``."""
+        x = self.operands(node)[0]
+        size = shape_of(x)[self.axes(node)[0]]
+        ones = Vector(program, program.emit("constant", value=1.0, shape=[size]), (size,))
+        sums = self.taken(node, ones, program)
+        axis, rank = self.axes(node)[1], len(shape_of(node))
+        sums = sums.reshape([sums.shape[0] if a == axis else 1 for a in range(rank)])
+        shape = [max(a, b) for a, b in zip(m.vector.shape, sums.shape, strict=True)]
+        ref = program.emit("multiply", m.vector.ref, sums.ref)
+        return m.at(lambda v: Vector(program, ref, tuple(shape)))
+
     def _passes_through(self, node: fx.Node, m: Map) -> bool:
         """Whether the axes of the map are plain batch axes of the contraction."""
         return False
@@ -159,7 +181,9 @@ class Contraction(Rule):
         _, weight, bias = self.operands(node)
         axis = self.axes(node)[0]
         if m.axes and axis not in m.axes and self._passes_through(node, m):
-            if bias is not None:
+            if isinstance(m, Shift):
+                return [[(node, self._mixed(node, m, program))]]
+            if _exists(bias, program):
                 raise Blocked("axis-mismatch", "adds a bias along another axis")
             return [[(node, m)]]
         only_on(m, [axis], "the layer reads and")

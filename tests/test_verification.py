@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import normswap.verify as verify_module
+import normswap.verification as verify_module
 from normswap.errors import NormswapError
-from normswap.verify import Verification, verify
+from normswap.verification import Verification, verify
 
 X = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
 
