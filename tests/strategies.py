@@ -325,9 +325,15 @@ class Builder:
     def combine(self, i: int) -> int:
         other = self.matching(i)
         op = self.pick(("add", "add", "add", "sub", "mul", "gate", "add_"))
-        if op == "add_" and (i == 0 or other == i):
+        if op == "add_" and (i == 0 or not self.writable(i, other)):
             op = "add"
         return self.add(op, i, other)
+
+    def writable(self, i: int, other: int) -> bool:
+        """Whether PyTorch adds in place: no repeated elements, no memory in common."""
+        x, y = self.values[i], self.values[other]
+        shared = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        return 0 not in x.stride() and not shared
 
     def concatenate(self, i: int) -> int:
         other = self.matching(i)
