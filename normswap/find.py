@@ -346,4 +346,9 @@ def _add_frozen_instance(group: GraphSite, capture: Capture, call: object) -> No
     if len(outside) != 1 or len(read) != 1:
         group.blocked = Blocked("op", "its ops are not one chain from one input to one output")
         return
-    group.instances.append(Instance(own, next(iter(outside)), read[0]))
+    x, y = next(iter(outside)), read[0]
+    shape, size = x.meta["shape"], max(group.tensors["var"].shape, default=1)
+    if shape != y.meta["shape"] or len(shape) < 2 or shape[1] != size:
+        group.blocked = Blocked("axis-mismatch", "it broadcasts its input to another shape")
+        return
+    group.instances.append(Instance(own, x, y))

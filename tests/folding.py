@@ -70,15 +70,14 @@ TOLERANCE = 1e-10
 
 
 def norm_calls(model: nn.Module, x: Tensor) -> Counter[str]:
-    """How often each norm that changes its input is called, by the module's first name."""
+    """How often each norm is called, by the module's first name."""
     counts: Counter[str] = Counter()
     handles = []
     for name, module in model.named_modules():
         if is_batch_norm(module) or isinstance(module, FunctionalBatchNorm):
 
             def count(m: nn.Module, args: Any, out: Any, name: str = name) -> None:
-                if not torch.allclose(args[0], out, rtol=1e-6, atol=1e-6):
-                    counts[name] += 1
+                counts[name] += 1
 
             handles.append(module.register_forward_hook(count))
     try:
