@@ -1,4 +1,4 @@
-"""Model surgery on normalisation layers: find norms, and fold BatchNorm into any model exactly."""
+"""Model surgery on normalisation layers: find, swap and fold norms, each with an answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normswap.api import find_norms, fold_batchnorm, plan_fold_batchnorm, verify
+    from normswap import init, norms, param_groups, residual
+    from normswap.api import (
+        find_norms,
+        fold_batchnorm,
+        plan_fold_batchnorm,
+        plan_swap_norms,
+        swap_norms,
+        verify,
+    )
     from normswap.errors import (
         CaptureError,
         CheckpointError,
@@ -38,14 +46,26 @@ __all__ = [
     "VerificationError",
     "find_norms",
     "fold_batchnorm",
+    "init",
     "load",
+    "norms",
+    "param_groups",
     "plan_fold_batchnorm",
+    "plan_swap_norms",
+    "residual",
     "save",
+    "swap_norms",
     "verify",
 ]
 
 _HOMES = {
-    "api": ("find_norms", "fold_batchnorm", "plan_fold_batchnorm"),
+    "api": (
+        "find_norms",
+        "fold_batchnorm",
+        "plan_fold_batchnorm",
+        "plan_swap_norms",
+        "swap_norms",
+    ),
     "errors": (
         "CaptureError",
         "CheckpointError",
@@ -60,10 +80,14 @@ _HOMES = {
     "spec": ("NormSpec",),
     "verification": ("Verification", "verify"),
 }
+# Modules of the public surface, imported on first use as well.
+_MODULES = ("init", "norms", "param_groups", "residual")
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a public name on first use: ``normswap --help`` needs no torch."""
+    if name in _MODULES:
+        return importlib.import_module(f"normswap.{name}")
     for home, names in _HOMES.items():
         if name in names:
             module = importlib.import_module(f"normswap.{home}")

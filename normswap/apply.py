@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,10 @@ def apply_with_undo(plan: Plan, model: nn.Module, *, inplace: bool) -> tuple[nn.
     undo: Undo = []
     try:
         _add_biases(plan, target, undo)
-        _edit_tensors(plan, target, undo if inplace else None)
-        apply_module_edits(target, _late_edits(plan), undo)
+        waiting = _edit_tensors(plan, target, undo if inplace else None)
+        target = apply_module_edits(target, _late_edits(plan), undo, plan.builders)
+        _fill_new_modules(target, waiting)
+        _share_again(plan, target)
     except BaseException:
         roll_back(undo)
         raise
@@ -50,8 +53,37 @@ def restructure(model: nn.Module, plan: Plan) -> nn.Module:
     _require_fit(plan, model)
     undo: Undo = []
     _add_biases(plan, model, undo)
-    apply_module_edits(model, _late_edits(plan), undo)
-    return model
+    result = apply_module_edits(model, _late_edits(plan), undo, plan.builders)
+    _share_again(plan, result)
+    return result
+
+
+def replaced_parameters(
+    plan: Plan, before: Mapping[str, nn.Module], model: nn.Module
+) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Old parameter → its successors, for every module that ``plan`` replaced.
+
+    The first parameter of an old module is also followed by what is new in its successor.
+
+    Args:
+        plan: the plan that was applied.
+        before: the modules by name as they were.
+        model: the changed model.
+    """
+    result: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for edit in plan.module_edits:
+        if edit.kind != "replace":
+            continue
+        old, new = before[edit.module], model.get_submodule(edit.module)
+        sources = {source: target for target, source in edit.params["parameters"].items()}
+        fresh = [p for n, p in new.named_parameters() if n not in edit.params["parameters"]]
+        for name, parameter in old.named_parameters():
+            successor = new._parameters.get(sources.get(name, ""))
+            result[parameter] = [] if successor is None else [successor]
+        first = next(iter(old.parameters()), None)
+        if first is not None:
+            result[first] += fresh
+    return result
 
 
 def roll_back(undo: Undo) -> None:
@@ -85,12 +117,24 @@ def _is_finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or all(math.isfinite(float(v)) for v in tensor.detach().aminmax())
 
 
-def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
+def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> dict[str, Tensor]:
+    """Run the weight edits; what belongs to modules that are yet to come is given back."""
+    replaced = tuple(
+        f"{name}." if name else ""
+        for edit in plan.module_edits
+        if edit.kind == "replace"
+        for name in edit.params["names"]
+    )
+    waiting: dict[str, Tensor] = {}
+
     def read(name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
         return getattr(model.get_submodule(path), leaf)
 
     def write(name: str, value: Tensor) -> None:
+        if name.startswith(replaced):
+            waiting[name] = value
+            return
         tensor = read(name)
         old = tensor.data
         if undo is not None:
@@ -104,3 +148,23 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> None:
             )
 
     run_edits(plan.edits, read, write)
+    return waiting
+
+
+def _share_again(plan: Plan, model: nn.Module) -> None:
+    """New norms whose tensors came from one tensor in the same way share theirs too."""
+    first: dict[str, nn.Parameter] = {}
+    for edit in plan.module_edits:
+        for target, origin in edit.params.get("origins", {}).items():
+            module = model.get_submodule(edit.module)
+            parameter = module._parameters.get(target)
+            if parameter is not None:
+                module._parameters[target] = first.setdefault(origin, parameter)
+
+
+def _fill_new_modules(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        path, _, leaf = name.rpartition(".")
+        tensor: Tensor = getattr(model.get_submodule(path), leaf)
+        if not tensor.is_meta:
+            tensor.data = torch.empty_like(tensor.data).copy_(value)

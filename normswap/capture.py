@@ -65,6 +65,8 @@ class ModuleCall:
     number: int
     parent: ModuleCall | None
     module_type: type[nn.Module]
+    shape: tuple[int, ...] | None = None  # of its first tensor argument
+    dtype: torch.dtype | None = None
     flags: bool = False  # called with Python values that steer it (booleans, strings)
     reads_data: bool = False  # an input-dependent data read happened inside
 
@@ -424,6 +426,9 @@ class _Recorder(TorchDispatchMode):
             self.call_counts[name] = number + 1
             self.call = ModuleCall(name, number, self.call, type(module))
             self.call.flags = any(isinstance(a, (bool, str)) for a in (*args, *kwargs.values()))
+            first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            if first is not None:
+                self.call.shape, self.call.dtype = tuple(first.shape), first.dtype
             self.calls.append(self.call)
             if observed:
                 self._observe(name, (args, kwargs))
@@ -497,10 +502,13 @@ class _Recorder(TorchDispatchMode):
             reference = _Strong(tensor)
         else:
             reference = weakref.ref(tensor)
-        known = id(tensor) in self._nodes and self._nodes[id(tensor)][0]() is tensor
+        known = self._is_bound(tensor)
         self._nodes[id(tensor)] = (reference, node)
         if not known:
             self._storages.setdefault(_storage(tensor), []).append(reference)
+
+    def _is_bound(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._nodes and self._nodes[id(tensor)][0]() is tensor
 
     # -- ops ------------------------------------------------------------------------------------
 
@@ -515,6 +523,8 @@ class _Recorder(TorchDispatchMode):
             result = torch.empty_like(args[0])  # its own fake form takes milliseconds
         else:
             result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not func._schema.is_mutable and self._is_bound(result):
+            return result  # a cast that had nothing to do gave its input back
         node = self.graph.call_function(func, operands, named)
         node.meta["call"] = call
         if self.origin is not None:

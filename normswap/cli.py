@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, cast
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normswap.find import NormSite
+    from normswap.plan import Plan
     from normswap.report import Report
     from normswap.verification import Verification
 
@@ -198,41 +199,150 @@ def fold_bn(
     as_json: AsJson = False,
 ) -> int:
     """Fold the BatchNorms of a model into the layers beside them."""
+    import normswap as ns
+
+    globs = where or None
+    output = _Output(dst, dry_run, overwrite, max_shard_size, tuple(export or ()), as_json)
+    return _rewrite(
+        src,
+        output,
+        examples=_example_inputs(input_shape, inputs),
+        load=lambda: _load(src, arch, arch_kwargs, _dtype(dtype)),
+        plan=lambda model, examples: ns.plan_fold_batchnorm(model, examples, where=globs),
+        change=lambda model, examples: ns.fold_batchnorm(
+            model, examples, inplace=True, where=globs, verify=verify, strict=strict
+        ),
+        strict=strict,
+        verify=verify,
+    )
+
+
+@_command("swap")
+def swap(
+    src: Source,
+    dst: Annotated[
+        Path | None,
+        typer.Argument(metavar="DST", help="Directory to write; not needed with --dry-run."),
+    ] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="OLD=NEW",
+            help="Kinds of norms, like layernorm=rmsnorm or batchnorm=groupnorm; may be repeated.",
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="auto, exact (refuse what is not equal), copy, or init.")
+    ] = "auto",
+    arch: Arch = None,
+    arch_kwargs: ArchKwargs = None,
+    input_shape: InputShape = None,
+    inputs: InputFile = None,
+    where: Where = None,
+    dtype: Dtype = None,
+    max_shard_size: ShardSize = "5GB",
+    export: Export = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan and report; change and write nothing.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Measure the difference of the outputs, if there are inputs.")
+    ] = True,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if any norm cannot be swapped.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> int:
+    """Swap norms for other norms, their trained parameters carried over."""
+    import normswap as ns
+
+    kinds, globs = _mapping(mapping), where or None
+    output = _Output(dst, dry_run, overwrite, max_shard_size, tuple(export or ()), as_json)
+    return _rewrite(
+        src,
+        output,
+        examples=_example_inputs(input_shape, inputs),
+        load=lambda: _load(src, arch, arch_kwargs, _dtype(dtype)),
+        plan=lambda model, _: ns.plan_swap_norms(model, kinds, where=globs, method=method),
+        change=lambda model, examples: ns.swap_norms(
+            model, kinds, examples, method=method, where=globs, verify=verify, strict=strict
+        ),
+        strict=strict,
+        verify=verify,
+    )
+
+
+def _mapping(texts: list[str] | None) -> dict[type[nn.Module] | str, Any]:
+    pairs = [text.partition("=") for text in texts or ()]
+    if not pairs or not all(old and new for old, _, new in pairs):
+        raise NormswapError("--map is missing or not like layernorm=rmsnorm")
+    return {old.strip(): new.strip() for old, _, new in pairs}
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where and how a rewrite is written."""
+
+    dst: Path | None
+    dry_run: bool
+    overwrite: bool
+    max_shard_size: str
+    export: tuple[str, ...]
+    as_json: bool
+
+
+def _rewrite(
+    src: Path,
+    output: _Output,
+    *,
+    examples: Any,
+    load: Callable[[], nn.Module],
+    plan: Callable[[nn.Module, Any], Plan],
+    change: Callable[[nn.Module, Any], tuple[nn.Module, Report]],
+    strict: bool,
+    verify: bool,
+) -> int:
+    """Load, plan or change, write, and print the report."""
     from normswap import hub
     from normswap.checkpoint import check_destination
     from normswap.export import check_targets
 
-    targets = [Path(target) for target in export or ()]
-    if dst is None and not dry_run:
+    targets = [Path(target) for target in output.export]
+    if output.dst is None and not output.dry_run:
         raise NormswapError("DST is missing (only --dry-run goes without)")
-    if dst is not None and not dry_run:
-        check_destination(dst, overwrite=overwrite)
-        check_targets(targets, overwrite=overwrite)
-    examples = _example_inputs(input_shape, inputs)
-    model = _load(src, arch, arch_kwargs, _dtype(dtype))
+    if output.dst is not None and not output.dry_run:
+        check_destination(output.dst, overwrite=output.overwrite)
+        check_targets(targets, overwrite=output.overwrite)
+    model = load()
     try:
-        model, report = _fold(model, examples, where, verify, strict, dry_run)
+        if output.dry_run:
+            report = _planned(plan(model, examples), model, strict=strict)
+        else:
+            with _status("changing the model"):
+                model, report = change(model, examples)
     except (RefusedError, VerificationError) as error:
         if error.report is not None:
-            _print_report(error.report, as_json)
+            _print_report(error.report, output.as_json)
         raise
     if report.plan is None or not report.plan.changed:
-        _print_report(report, as_json)
-        typer.echo(f"error: {src}: no BatchNorm could be folded; nothing is written", err=True)
+        _print_report(report, output.as_json)
+        typer.echo(f"error: {src}: no norm could be changed; nothing is written", err=True)
         return FAILED
-    if dst is not None and not dry_run:
-        with _status(f"writing {dst}"):
+    if output.dst is not None and not output.dry_run:
+        with _status(f"writing {output.dst}"):
             hub.save_with_exports(
                 model,
-                dst,
+                output.dst,
                 report,
                 exports=targets,
                 example_inputs=examples,
                 check=verify,
-                overwrite=overwrite,
-                max_shard_size=max_shard_size,
+                overwrite=output.overwrite,
+                max_shard_size=output.max_shard_size,
             )
-    _print_report(report, as_json)
+    _print_report(report, output.as_json)
     return DONE
 
 
@@ -394,29 +504,16 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return names[name]
 
 
-def _fold(
-    model: nn.Module,
-    examples: Any,
-    where: list[str] | None,
-    verify: bool,
-    strict: bool,
-    dry_run: bool,
-) -> tuple[nn.Module, Report]:
+def _planned(plan: Plan, model: nn.Module, *, strict: bool) -> Report:
+    """The report of a plan that is not carried out."""
     import normswap as ns
 
-    if not dry_run:
-        with _status("folding"):
-            return ns.fold_batchnorm(
-                model, examples, inplace=True, where=where or None, verify=verify, strict=strict
-            )
-    with _status("planning"):
-        plan = ns.plan_fold_batchnorm(model, examples, where=where or None)
     sites, mapping, notes = tuple(plan.sites), tuple(plan.mapping), tuple(plan.notes)
     report = ns.Report(plan.rewrite, type(model).__name__, sites, mapping, None, notes, plan)
     refused = [site for site in sites if site.status == "refused" and site.reason != "where"]
     if strict and refused:
         raise RefusedError(f"{len(refused)} of {len(sites)} norms are refused", report)
-    return model, report
+    return report
 
 
 def _print_report(report: Report, as_json: bool) -> None:

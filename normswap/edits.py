@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx, nn
 from normswap.errors import NormswapError
 from normswap.plan import ModuleEdit
 from normswap.program import run_edits
+from normswap.targets import Construction
 
 __all__ = ["MODULE_EDITS", "Undo", "apply_module_edits", "run_edits"]
 
@@ -20,16 +21,29 @@ Undo = list[Callable[[], None]]
 """What puts the model back, to be called in reverse order."""
 
 
-def apply_module_edits(model: nn.Module, edits: Iterable[ModuleEdit], undo: Undo) -> None:
+Builders = Mapping[str, Callable[[], nn.Module]]
+"""By module name: what builds a new module that a plan cannot describe as data."""
+
+
+def apply_module_edits(
+    model: nn.Module, edits: Iterable[ModuleEdit], undo: Undo, builders: Builders | None = None
+) -> nn.Module:
     """Carry out edits of structure on ``model``, each noting in ``undo`` how to take it back.
+
+    Returns ``model``, or what replaces it where the model itself is replaced.
 
     Raises:
         NormswapError: the model lacks a module or node that an edit names.
     """
     edits = list(edits)
+    result = model
     for edit in edits:
         try:
-            MODULE_EDITS[edit.kind](model, edit, undo)
+            if edit.kind == "replace":
+                new = _replace_norm(model, edit, undo, (builders or {}).get(edit.module))
+                result = new if edit.module == "" else result
+            else:
+                MODULE_EDITS[edit.kind](model, edit, undo)
         except (AttributeError, KeyError) as error:
             raise NormswapError(
                 f"cannot {edit.kind} {edit.module!r}: {error}; the plan was made for another model"
@@ -38,6 +52,7 @@ def apply_module_edits(model: nn.Module, edits: Iterable[ModuleEdit], undo: Undo
         module = model.get_submodule(path)
         assert isinstance(module, fx.GraphModule)
         module.recompile()
+    return result
 
 
 def _replace(model: nn.Module, edit: ModuleEdit, new: nn.Module, undo: Undo) -> None:
@@ -50,6 +65,106 @@ def _replace(model: nn.Module, edit: ModuleEdit, new: nn.Module, undo: Undo) -> 
         new.training = old.training
         slots[leaf] = new
         undo.append(lambda slots=slots, leaf=leaf, old=old: slots.update({leaf: old}))
+
+
+def _replace_norm(
+    model: nn.Module, edit: ModuleEdit, undo: Undo, builder: Callable[[], nn.Module] | None
+) -> nn.Module:
+    """Another norm in the place of one; it takes over device, dtype, mode, hooks and attributes."""
+    old = model.get_submodule(edit.module)
+    like = next((t for _, t in _tensors(old) if t.is_floating_point()), None)
+    if like is None:
+        like = next((t for _, t in _tensors(model) if t.is_floating_point()), torch.empty(0))
+    if builder is not None:
+        new = builder().to(device=like.device, dtype=like.dtype)
+    else:
+        construction = Construction(edit.params["class"], edit.params["kwargs"])
+        new = construction.build(**construction.options(like.device, like.dtype))
+    for name, child in old.named_children():  # an activation that the old norm applied itself
+        new.add_module(name, child)
+    new.train(old.training)
+    _keep_gradients(old, new, edit.params["parameters"])
+    for target, source in edit.params["parameters"].items():
+        tensor = getattr(new, target)
+        tensor.data = tensor.data.to(getattr(old, source).dtype)
+    for slot in _HOOKS:
+        setattr(new, slot, getattr(old, slot))
+    if any(True for _ in old.children()):
+        new.register_forward_hook(ApplyChildren(), prepend=True)
+    for name, value in old.__dict__.items():  # what modelling code may read off a norm
+        plain = isinstance(value, (int, float, str, tuple)) and not name.startswith("_")
+        if plain and not hasattr(new, name):
+            setattr(new, name, value)
+    if edit.module:
+        _replace(model, edit, new, undo)
+        for name in edit.params["names"]:
+            _switch_fast_path_off(model, name.rpartition(".")[0], undo)
+    return new
+
+
+class ApplyChildren:
+    """A forward hook that applies the children of a norm, one after the other, to its result."""
+
+    def __call__(self, module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
+        """``children(…(output))``."""
+        for child in module.children():
+            output = child(output)
+        return output
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+
+
+def put_back(model: nn.Module, edit: ModuleEdit, old: nn.Module, new: nn.Module) -> None:
+    """The old norm at all of its names again, in the mode that its successor is in."""
+    old.train(new.training)
+    if edit.module:
+        _replace(model, edit, old, [])
+
+
+def _keep_gradients(old: nn.Module, new: nn.Module, parameters: Mapping[str, str]) -> None:
+    trained = [p.requires_grad for p in old.parameters()]
+    for name, parameter in new.named_parameters():
+        source = old._parameters.get(parameters.get(name, ""))
+        wanted = source.requires_grad if source is not None else any(trained) or not trained
+        parameter.requires_grad_(wanted)
+
+
+def _switch_fast_path_off(model: nn.Module, parent: str, undo: Undo) -> None:
+    """``nn.TransformerEncoderLayer`` computes its norms itself in eval, unless told not to.
+
+    The encoder around it hands it nested tensors then, which only that path takes.
+    """
+    parts = parent.split(".") if parent else []
+    layer = model.get_submodule(parent)
+    if not hasattr(layer, "activation_relu_or_gelu"):
+        return
+    _set_attribute(layer, "activation_relu_or_gelu", 0, undo)
+    for count in range(len(parts)):
+        encoder = model.get_submodule(".".join(parts[:count]))
+        for name in ("use_nested_tensor", "enable_nested_tensor"):
+            if hasattr(encoder, name):
+                _set_attribute(encoder, name, False, undo)
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any, undo: Undo) -> None:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    undo.append(lambda: setattr(module, name, before))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 class Clone(nn.Module):

@@ -18,9 +18,9 @@ from normswap.collapse import collapse_names
 from normswap.dataflow import CASTS, batch_norm_operands, op_name
 from normswap.errors import NormswapError
 from normswap.maps import Blocked
-from normswap.probe import probe_fixed_affine
+from normswap.probe import probe, probe_fixed_affine
 from normswap.rendering import Document, Section, Table, to_text
-from normswap.spec import NormSpec
+from normswap.spec import NormSpec, Unknown
 
 BATCH_NORM_OPS = {"batch_norm", "native_batch_norm", "_native_batch_norm_legit_no_training"}
 Where = str | Iterable[str] | Callable[["NormSite"], bool] | None
@@ -162,6 +162,23 @@ def find_batch_norms(model: nn.Module) -> list[NormSite]:
     ]
 
 
+def find_modules(model: nn.Module) -> list[NormSite]:
+    """Every module that behaves as a norm, a shared one once with all its names.
+
+    What behaves as a norm but cannot be told is there too, with the reason and without a spec.
+    """
+    sites: list[NormSite] = []
+    for name, names in module_names(model).items():
+        module = model.get_submodule(name)
+        found = probe(module)
+        if isinstance(found, Unknown):
+            reason = f"{found.reason} ({found.seen})" if found.seen else found.reason
+            sites.append(NormSite(name, names, module, None, reason=reason))
+        elif found is not None and found.kind != "affine":  # an affine alone normalises nothing
+            sites.append(NormSite(name, names, module, found))
+    return sites
+
+
 # -- in a graph -----------------------------------------------------------------------------------
 
 
@@ -211,7 +228,9 @@ def batch_norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
         found.values(),
         key=lambda s: min((order[i.x] for i in s.instances), default=len(order)),
     )
-    uncalled = [_uncalled(site) for name, site in modules.items() if name not in found]
+    # A module that is only a place for tensors has its answer in the call that reads them.
+    holders = {tensor.owner for site in called for tensor in site.tensors.values()}
+    uncalled = [_uncalled(s) for name, s in modules.items() if name not in {*found, *holders}]
     return [*called, *uncalled]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from normswap.errors import NormswapError
 from normswap.program import Edit
@@ -54,6 +54,14 @@ class MappingRow:
     status: str
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """An old module, and the tensors that its successor had at first."""
+
+    module: nn.Module
+    tensors: Mapping[str, Tensor]
+
+
 @dataclass
 class Plan:
     """An ordered list of weight edits and module edits, with the answer for every norm.
@@ -62,6 +70,8 @@ class Plan:
     shapes of its tensors and the classes of its modules): to a fresh instance, to one on the meta
     device (structure only), or to a checkpoint on disk.
 
+    ``builders`` make what JSON cannot describe (modules from code of the caller's).
+    ``previous`` holds the norms that a swap replaced in this session, for undoing it.
     ``removed`` and ``created`` are the state-dict names that go and come; ``comparable`` names
     the changed modules whose output is still what it was, for a check at each site.
     """
@@ -77,11 +87,29 @@ class Plan:
     comparable: list[str] = field(default_factory=list[str])
     aliases: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     notes: list[str] = field(default_factory=list[str])
+    builders: dict[str, Callable[[], nn.Module]] = field(
+        default_factory=dict[str, Callable[[], nn.Module]], compare=False, repr=False
+    )
+    previous: dict[str, Replaced] = field(
+        default_factory=dict[str, "Replaced"], compare=False, repr=False
+    )
     version: int = PLAN_VERSION
 
     def to_json(self) -> str:
-        """The plan as a JSON text; :meth:`from_json` gives back an equal plan."""
-        return json.dumps(asdict(self), indent=1)
+        """The plan as a JSON text; :meth:`from_json` gives back an equal plan.
+
+        Raises:
+            NormswapError: a new module is built by code of the caller's, which JSON cannot hold.
+        """
+        if self.builders:
+            raise NormswapError(
+                f"this plan cannot be saved: {next(iter(self.builders))!r} is built by a callable "
+                "or a class of yours; use classes of torch.nn or normswap.norms"
+            )
+        live = ("builders", "previous")
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in live}
+        rows = ("edits", "module_edits", "sites", "mapping")
+        return json.dumps({**data, **{k: [asdict(r) for r in data[k]] for k in rows}}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

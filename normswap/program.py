@@ -117,6 +117,7 @@ TENSOR_OPS: dict[str, Callable[..., Tensor]] = {
     "multiply": lambda x, y: x * y,
     "divide": lambda x, y: x / y,
     "negate": lambda x: -x,
+    "plus": lambda x, *, number: x + number,
     "times": lambda x, *, factor: x * factor,
     "power": lambda x, *, exponent: x**exponent,
     "linear": _taken_by_linear,

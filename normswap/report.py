@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
+from torch import nn
+
 from normswap import rendering
 from normswap.collapse import collapse_names
 from normswap.errors import NormswapError
@@ -150,6 +152,18 @@ class Report:
         """The whole report as a page of its own."""
         return rendering.to_html_page(self._document(short=False))
 
+    def undo(self, model: nn.Module) -> nn.Module:
+        """Put the old norms back into ``model`` (in place), which a swap of this session made.
+
+        Raises:
+            NormswapError: the report was read from a file, or ``model`` is another one.
+        """
+        from normswap.undo import undo
+
+        if self.plan is None:
+            raise NormswapError("the report has no plan, so nothing can be undone")
+        return undo(self.plan, model)
+
     def __str__(self) -> str:
         return self.to_text()
 
@@ -253,6 +267,8 @@ def _check(check: Verification | None) -> str:
     if check.level == "site":
         return f"verified site by site: {numbers or _number(check.max_rel)}"
     count = len({run.inputs for run in done})
+    if math.isinf(check.tolerance):
+        return f"outputs differ on {count} input shape{'s' * (count != 1)}: {numbers}"
     return f"verified on {count} input shape{'s' * (count != 1)}: {numbers}"
 
 

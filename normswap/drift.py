@@ -1,0 +1,58 @@
+"""How far each swapped norm is from the old one, on the inputs that the old one gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normswap.attempt import attempt
+from normswap.inputs import Inputs
+from normswap.plan import Plan
+from normswap.precision import true_float64
+
+_KEPT_BYTES = 2**30
+
+
+def site_drift(
+    original: nn.Module, changed: nn.Module, plan: Plan, inputs: Inputs
+) -> dict[str, float]:
+    """Relative difference ``max|a - b| / max|a|`` of each inexact site, in true float64.
+
+    Each new norm gets the input that the old one gets in the original model, so that the number
+    is its own and not that of the norms before it.
+    """
+    names = [s.name for s in plan.sites if s.status in ("approximate", "initialised") and s.name]
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    handles = [
+        original.get_submodule(name).register_forward_hook(_keeper(name, seen)) for name in names
+    ]
+    try:
+        attempt(original, inputs, true_float64())
+    finally:
+        for handle in handles:
+            handle.remove()
+    drift: dict[str, float] = {}
+    for name, (x, expected) in seen.items():
+        with true_float64():
+            try:
+                found = changed.get_submodule(name)(x)
+            except Exception:
+                continue
+            if isinstance(found, Tensor) and found.shape == expected.shape:
+                scale = float(expected.abs().max().clamp_min(1e-12))
+                drift[name] = float((found - expected).abs().max()) / scale
+    return drift
+
+
+def _keeper(name: str, seen: dict[str, tuple[Tensor, Tensor]]) -> Any:
+    """A forward hook that keeps the first input and output of a norm, within bounds."""
+
+    def keep(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        used = sum(x.nbytes + y.nbytes for x, y in seen.values())
+        tensors = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+        if name not in seen and tensors and used < _KEPT_BYTES:
+            seen[name] = args[0].detach().to(torch.float64), output.detach().to(torch.float64)
+
+    return keep

@@ -1,0 +1,64 @@
+"""Undoing a swap."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_state_equal, relative_error, run, state_copy
+from torch import nn
+
+import normswap as ns
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class OffsetNorm(nn.Module):
+    """RMS norm with a scale of ``1 + w``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.w)
+
+
+def model() -> nn.Sequential:
+    norm = nn.LayerNorm(8, dtype=torch.float64)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), norm, OffsetNorm()).eval()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_old_norms_come_back_bit_for_bit(inplace: bool) -> None:
+    original = model()
+    state, before = state_copy(original), run(original, X)
+    new, report = ns.swap_norms(original, {"layer": "rms", "rms": nn.RMSNorm}, X, inplace=inplace)
+    assert relative_error(before, run(new, X)) > 1e-3
+    again = report.undo(new)
+    assert again is new
+    assert [type(m) for m in again] == [nn.Linear, nn.LayerNorm, OffsetNorm]
+    assert_state_equal(again, state)
+    assert torch.equal(run(again, X), before)
+
+
+def test_trained_parameters_are_carried_back() -> None:
+    original = model()
+    new, report = ns.swap_norms(copy.deepcopy(original), {"rms": nn.RMSNorm}, X)
+    with torch.no_grad():
+        new[2].weight += 0.5
+    expected = run(new, X)
+    again = report.undo(new)
+    assert type(again[2]) is OffsetNorm
+    assert relative_error(original[2].w + 0.5, again[2].w) < 1e-15
+    assert relative_error(expected, run(again, X)) < 1e-14
+
+
+def test_report_from_a_file_cannot_undo() -> None:
+    new, report = ns.swap_norms(model(), {"layer": "rms"}, X)
+    read = ns.Report.from_json(report.to_json())
+    with pytest.raises(ns.NormswapError, match="session"):
+        read.undo(new)
