@@ -283,18 +283,34 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def guard_for(plans: Iterable[Plan]) -> str | None:
-    """The name under which to store an empty tensor as a guard.
+    """The name of the tensor that is stored in a wrong shape, as a guard.
 
-    It is a vector that the original architecture has and the changed one has not. Its wrong shape
-    makes every load into the original raise, also those that only warn of missing and unexpected
-    names (`from_pretrained`, `strict=False`). None if the plans remove nothing that they read.
+    It makes every load into the original architecture raise, also those that only warn of missing
+    and unexpected names (`from_pretrained`, `strict=False`). First choice is a vector that the
+    original architecture has and the changed one has not; it is stored empty. Where both have the
+    same tensors, one of a swapped norm is stored with an axis of size 1 in front. None if the
+    original architecture computes the same from the same tensors.
     """
+    plans = list(plans)
     for plan in plans:
         read = {name for edit in plan.edits for name in edit.sources}
         for name in plan.removed:
             if name in read:
                 return name
+    for plan in plans:
+        plain = all(r.op == "copy" and r.sources == (r.target,) for r in plan.mapping)
+        if plain and all(site.status == "exact" for site in plan.sites):
+            continue
+        for edit in plan.module_edits:
+            for name in edit.params.get("parameters", ()) if edit.kind == "replace" else ():
+                return f"{edit.module}.{name}" if edit.module else name
     return None
+
+
+def guarded(guard: str, infos: dict[str, TensorInfo]) -> None:
+    """Give the guard its wrong shape in ``infos``."""
+    known = infos.get(guard)
+    infos[guard] = GUARD if known is None else TensorInfo((1, *known.shape), known.dtype)
 
 
 GUARD = TensorInfo((0,), torch.float32)
@@ -363,12 +379,13 @@ def _stream(
     targets = _targets(plan, store)
     stored_at = {target.stored: target for target in targets.values()}
     infos, aliases = _layout(plan, store, targets)
+    empty_guard = manifest.guard not in infos
     if manifest.guard is not None:
-        infos[manifest.guard] = GUARD
+        guarded(manifest.guard, infos)
     writer = ShardWriter(
         stage,
         infos,
-        lambda name: torch.zeros(0) if name == manifest.guard else store.read(name),
+        lambda name: torch.zeros(0) if name == manifest.guard and empty_guard else store.read(name),
         awaited=stored_at,
         aliases=aliases,
         marker=manifest.marker(),
@@ -381,7 +398,8 @@ def _stream(
 
     def write(name: str, tensor: Tensor) -> None:
         if name in targets:
-            writer.put(targets[name].stored, tensor)
+            stored = targets[name].stored
+            writer.put(stored, tensor[None] if stored == manifest.guard else tensor)
 
     try:
         run_edits(plan.edits, read, write)

@@ -214,6 +214,7 @@ def fold_bn(
         ),
         strict=strict,
         verify=verify,
+        nothing="no BatchNorm could be folded",
     )
 
 
@@ -271,6 +272,7 @@ def swap(
         ),
         strict=strict,
         verify=verify,
+        nothing="no norm could be swapped",
     )
 
 
@@ -303,6 +305,7 @@ def _rewrite(
     change: Callable[[nn.Module, Any], tuple[nn.Module, Report]],
     strict: bool,
     verify: bool,
+    nothing: str,
 ) -> int:
     """Load, plan or change, write, and print the report."""
     from normswap import hub
@@ -328,7 +331,7 @@ def _rewrite(
         raise
     if report.plan is None or not report.plan.changed:
         _print_report(report, output.as_json)
-        typer.echo(f"error: {src}: no norm could be changed; nothing is written", err=True)
+        typer.echo(f"error: {src}: {nothing}; nothing is written", err=True)
         return FAILED
     if output.dst is not None and not output.dry_run:
         with _status(f"writing {output.dst}"):

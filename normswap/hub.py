@@ -23,9 +23,9 @@ from normswap import architecture, checkpoint
 from normswap.architecture import ArchSpec
 from normswap.checkpoint import (
     DEFAULT_SHARD_SIZE,
-    GUARD,
     ShardWriter,
     guard_for,
+    guarded,
     staged_directory,
 )
 from normswap.errors import CheckpointError, NormswapError, VerificationError
@@ -498,11 +498,17 @@ def _write_weights(
 ) -> None:
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     if manifest.guard is not None:
-        infos[manifest.guard] = GUARD
+        guarded(manifest.guard, infos)
+
+    def read(name: str) -> Tensor:
+        if name != manifest.guard:
+            return tensors[name]
+        return tensors[name][None] if name in tensors else torch.zeros(0)
+
     ShardWriter(
         stage,
         infos,
-        lambda name: torch.zeros(0) if name == manifest.guard else tensors[name],
+        read,
         aliases=aliases,
         marker=manifest.marker(),
         max_shard_size=max_shard_size,

@@ -236,11 +236,26 @@ def _open_safetensors(path: Path) -> TensorStore:
     except KeyError as error:
         raise CheckpointError(f"{path}: dtype {error} is not supported") from error
     marker = _read_marker(path, metadata)
-    infos.pop(marker.get("guard", ""), None)
+    guard = marker.get("guard")
+    reader = _without_guard(guard, infos, file.get_tensor)
     # `safetensors.torch.save_model` notes tied names so: {dropped name: stored name}.
     aliases = {k: v for k, v in metadata.items() if v in infos and k not in infos}
     infos |= {alias: infos[name] for alias, name in aliases.items()}
-    return TensorStore(path, infos, file.get_tensor, aliases, marker)
+    return TensorStore(path, infos, reader, aliases, marker)
+
+
+def _without_guard(
+    guard: str | None, infos: dict[str, TensorInfo], read: Callable[[str], Tensor]
+) -> Callable[[str], Tensor]:
+    """Take the guard out of ``infos``, or its extra axis off; how tensors are read then."""
+    if guard not in infos:
+        return read
+    assert guard is not None
+    info = infos.pop(guard)
+    if info.shape == (0,):
+        return read
+    infos[guard] = TensorInfo(info.shape[1:], info.dtype)
+    return lambda name: read(name)[0] if name == guard else read(name)
 
 
 def _read_marker(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import json
 import math
@@ -62,7 +63,7 @@ HEADS = re.compile(
     r"(num|n)_(\w*_)?heads?|\w*_heads|\w*_num_heads|num_attention_groups|mamba_n_groups"
     r"|n_groups|\w*attention_heads"
 )
-HEAD_WIDTH = re.compile(r"(\w*_)?head_dim|d_kv|\w*_head_size|(q|kv)_channels|head_size")
+HEAD_WIDTH = re.compile(r"(\w*_)?head_dim|\w*headdim|d_kv|\w*_head_size|(q|kv)_channels|head_size")
 # Where one number per head or head width is not meant.
 KEPT = re.compile(
     r"\w*(kernel|patch|image|window|chunk|block|stride|group|conv|type_vocab|cache|position"
@@ -98,9 +99,45 @@ FIXED: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "num_nextn_predict_layers": 0,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+INDEXER = {
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"], "num_buckets": 2},
     "xlm": {"causal": True},
+    "qwen4_exp_text": INDEXER,
+    "qwen4_exp": {"text_config": INDEXER},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "dory": {
+        "num_hidden_layers": 6,
+        "layer_types": [
+            "sliding_attention",
+            "mlp",
+            "full_attention",
+            "mlp",
+            "full_attention",
+            "mlp",
+        ],
+        "n_input_layers": 2,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 2,
+    },
 }
 
 
@@ -111,7 +148,11 @@ def shrink(values: dict[str, Any], heads: int, head_width: int) -> dict[str, Any
     kept = _one_of_each(values, depth)
     factor = heads * head_width
     for name, value in values.items():
-        if isinstance(value, dict):
+        if name == "per_layer_config" and isinstance(value, dict):
+            by_index = {int(k): v for k, v in value.items()}
+            chosen = {new: by_index[old] for new, old in enumerate(kept) if old in by_index}
+            values[name] = {k: shrink(v, heads, head_width) for k, v in chosen.items()}
+        elif isinstance(value, dict):
             inner = re.search(r"config$|^(text|encoder|decoder|vision|audio)", name)
             values[name] = shrink(value, heads, head_width) if inner else _rope(value, head_width)
         elif isinstance(value, list):
@@ -121,6 +162,11 @@ def shrink(values: dict[str, Any], heads: int, head_width: int) -> dict[str, Any
             values[name] = FIXED[name]
         elif _number(value):
             values[name] = _smaller(name, value, heads, head_width, factor, len(kept))
+    count = values.get("num_attention_heads")
+    if values.get("head_dim", 0) is None and count and _number(values.get("hidden_size")):
+        values["head_dim"] = values["hidden_size"] // count
+    if values.get("num_key_value_heads", 0) is None and count:
+        values["num_key_value_heads"] = count
     return values
 
 
@@ -182,10 +228,15 @@ def configurations(model_type: str) -> Iterator[Any]:
     splits = [(max(1, factor // 4), 4), (max(1, factor // 2), 2), (factor, 1), (1, factor), (2, 2)]
     for heads, head_width in dict.fromkeys([*splits, (1, 1)]):
         yield lambda h=heads, w=head_width: cls.from_dict(
-            shrink(values, h, w) | OPTIONS.get(model_type, {})
+            _with(shrink(values, h, w), OPTIONS.get(model_type, {}))
         )
     for heads, head_width in ((1, 1),):  # a configuration that cannot be made of its own values
         yield lambda h=heads, w=head_width: _in_place(copy.deepcopy(default), h, w)
+
+
+def _with(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The values with those options that are no part of their own; parts were made with theirs."""
+    return values | {k: v for k, v in options.items() if not k.endswith("_config")}
 
 
 def _in_place(config: Any, heads: int, head_width: int) -> Any:
@@ -197,19 +248,28 @@ def _in_place(config: Any, heads: int, head_width: int) -> Any:
 
 def build(model_type: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A small model in double precision and the inputs with which it runs."""
-    from transformers import AutoModelForCausalLM
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    make_model = transformers.AutoModelForCausalLM.from_config
+    if model_type.startswith("musicgen"):  # its class takes the configuration of a part
+        mapping = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        make_model = getattr(transformers, mapping[model_type])
 
     errors: list[str] = []
     for make in configurations(model_type):
         try:
             config = make()
+            config = config.decoder if model_type.startswith("musicgen") else config
             with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+                size = sum(p.numel() for p in make_model(config).parameters())
             if size > LARGEST:
                 errors.append(f"{size:,} parameters")
                 continue
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config).eval().double()
+            model = make_model(config).eval().double()
+            with contextlib.suppress(Exception):  # it has no experts
+                model.set_experts_implementation("eager")  # the others take no float64
             randomise_others(model)
         except Exception as error:
             errors.append(_short(error))
@@ -294,7 +354,7 @@ def sweep(model_type: str) -> Record:
     }
     called = _calls(model, inputs, [s.name for s in sites])
     before = logits(model, inputs)
-    new, report = ns.swap_norms(model, MAPPING, method="exact", verify=False)
+    new, report = _swapped(model, inputs, record)
     after = logits(model, inputs)
     error = relative_error(before, logits(new, inputs))
     exact = [s for s in report.sites if s.status == "exact"]
@@ -324,6 +384,25 @@ def sweep(model_type: str) -> Record:
     if record["wrong"]:
         record["alone"] = _alone(model, inputs, before, [s.name for s in exact])
     return record
+
+
+def _swapped(model: nn.Module, inputs: dict[str, Any], record: Record) -> tuple[nn.Module, Any]:
+    """The swap; where it is an error, with example inputs; else of the norms with tensors."""
+    import normswap as ns
+
+    try:
+        return ns.swap_norms(model, MAPPING, method="exact", verify=False)
+    except ns.NormswapError as error:  # the width of a norm without parameters
+        record["raised"] = str(error)[:200]
+    try:
+        out = ns.swap_norms(model, MAPPING, method="exact", verify=False, example_kwargs=inputs)
+    except ns.NormswapError as error:
+        record["raised_with_inputs"] = str(error)[:200]
+    else:
+        return out
+    return ns.swap_norms(
+        model, MAPPING, method="exact", verify=False, where=lambda s: bool(s.module._parameters)
+    )
 
 
 def _unseen(model: nn.Module, found: set[str]) -> dict[str, int]:
@@ -486,7 +565,7 @@ def _read() -> dict[str, Record]:
 
 def _line(r: Record) -> str:
     if "failure" in r:
-        return f"{r['name']}: FAILED {r['failure']} ({r['seconds'] if 'seconds' in r else '-'} s)"
+        return f"{r['name']}: FAILED {r['failure']} ({r.get('seconds', '-')} s)"
     mark = "WRONG" if r["wrong"] else "ok"
     return (
         f"{r['name']}: {mark} {r['error']:.0e}, {r['exact']}/{r['norms']} exact {r['refused']} "
@@ -506,6 +585,7 @@ def table(records: list[Record]) -> list[str]:
     reasons = _sum(ran, "refused")
     classes = _sum(ran, "classes")
     worst = max((r["error"] for r in ran if not r["wrong"]), default=0.0)
+    raised = [r["name"] for r in ran if "raised" in r]
     idle = sum(len(r["not_called"]) for r in ran)
     refusals = ", ".join(f"{k} {n}" for k, n in reasons.most_common()) or "none"
     return [
@@ -520,6 +600,9 @@ def table(records: list[Record]) -> list[str]:
         f"Wrong ({WRONG:.0e} or more): {len(wrong)}"
         f"{' (' + ', '.join(r['name'] for r in wrong) + ')' if wrong else ''}. "
         f"Original changed: {sum(r['changed_original'] for r in ran)}. "
+        f"An error without example inputs: {', '.join(raised) or 'none'}; also with them: "
+        f"{', '.join(r['name'] for r in ran if 'raised_with_inputs' in r) or 'none'} "
+        f"(then only the norms with parameters, the rest refused by `where`). "
         f"Not built or not run: {len(failed)}.",
         "",
         "| model type | norms | exact | refused | difference | seconds |",
