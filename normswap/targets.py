@@ -11,7 +11,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ _KINDS: dict[type[nn.Module], tuple[str, int | None]] = {
     nn.InstanceNorm3d: ("instance", 3),
 }
 DEFAULT_GROUPS = 32
+
+
+class UnknownWidthError(NormswapError):
+    """A norm without parameters does not say how wide it is."""
+
 
 Key = type[nn.Module] | str
 Value = type[nn.Module] | str | Callable[[NormSite], nn.Module]
@@ -140,7 +145,7 @@ def width_of(site: NormSite) -> int:
     """How many channels a norm has: the size of its parameters, or what its attributes say.
 
     Raises:
-        NormswapError: neither tells.
+        UnknownWidthError: neither tells.
     """
     module, spec = site.module, site.spec
     assert module is not None
@@ -151,10 +156,20 @@ def width_of(site: NormSite) -> int:
         value = getattr(module, name, None)
         if isinstance(value, int):
             return value
-    raise NormswapError(
-        f"{site.name!r} ({type(module).__name__}) does not say how wide it is: give a callable "
-        "NormSite -> nn.Module as the value"
+    raise UnknownWidthError(
+        f"{site.name!r} ({type(module).__name__}) does not say how wide it is: pass example "
+        "inputs, or a callable NormSite -> nn.Module as the value"
     )
+
+
+def with_width(site: NormSite, shape: tuple[int, ...] | None) -> NormSite:
+    """The site with the width of its input in a recorded run, where it takes any."""
+    spec = site.spec
+    if shape is None or spec is None or spec.normalized_shape is not None or len(shape) < 2:
+        return site
+    axes = [a for a in (spec.affine_axes or spec.axes) if a < 0] or [1]
+    width = tuple(shape[axis] for axis in axes)
+    return replace(site, spec=replace(spec, normalized_shape=width))
 
 
 def construct(value: Key, site: NormSite, shape: tuple[int, ...] | None = None) -> Construction:

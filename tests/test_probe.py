@@ -280,6 +280,12 @@ TRANSFORMERS: list[tuple[str, tuple[Any, ...], dict[str, Any], NormSpec]] = [
     ("t5.T5LayerNorm", (D,), {}, replace(RMS, cast_order="before")),
     ("gemma.GemmaRMSNorm", (D,), {}, replace(RMS, unit_offset=True, cast_order="after")),
     ("gemma3n.Gemma3nRMSNorm", (D,), {}, replace(RMS, cast_order="after")),
+    (
+        "qwen4_exp.Qwen4ExpTextRMSNorm",
+        (D, 8),
+        {},
+        replace(RMS, unit_offset=True, cast_order="after", groups=3),
+    ),
     ("cohere.CohereLayerNorm", (D,), {}, replace(LAYER, cast_order="after")),
     (
         "cohere.CohereLayerNorm",
@@ -990,3 +996,16 @@ def test_a_norm_behind_the_hooks_of_accelerate_is_found() -> None:
     norm = made("llama.LlamaRMSNorm", D)
     hooks.add_hook_to_module(norm, hooks.ModelHook())
     assert probe(norm) == replace(RMS, cast_order="before")
+
+
+def test_a_module_with_a_single_number_is_no_norm() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logit_scale = nn.Parameter(torch.tensor(1.0))
+            self.parts = nn.ModuleList(nn.Linear(D, D) for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.logit_scale * x
+
+    assert probe(Whole()) is None

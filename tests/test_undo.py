@@ -62,3 +62,23 @@ def test_report_from_a_file_cannot_undo() -> None:
     read = ns.Report.from_json(report.to_json())
     with pytest.raises(ns.NormswapError, match="session"):
         read.undo(new)
+
+
+class Unweighted(nn.Module):
+    """RMS norm without parameters, which takes any width."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_norm_that_takes_any_width_is_swapped_where_its_input_was_seen() -> None:
+    original = nn.Sequential(model(), Unweighted(), nn.LayerNorm(8, dtype=torch.float64)).eval()
+    mapping = {"rms": nn.RMSNorm, nn.LayerNorm: nn.LayerNorm}
+    _, report = ns.swap_norms(original, mapping, method="exact")
+    by_name = {site.name: site for site in report.sites}
+    assert (by_name["1"].status, by_name["1"].reason) == ("refused", "unknown")
+    assert by_name["2"].status == "exact"
+    new, report = ns.swap_norms(original, mapping, X, method="exact")
+    assert report.counts == {"exact": 4}
+    assert type(new[1]) is nn.RMSNorm
+    assert relative_error(run(original, X), run(new, X)) < 1e-14

@@ -102,7 +102,9 @@ def _not_run(
 def by_name(module: nn.Module, outcome: Nothing, reason: str = "unlike-any") -> Outcome:
     """What calls itself a norm and has a gain for each channel gets an answer, though no spec."""
     gains = [p for p in module._parameters.values() if p is not None]
-    vectors = any(p.numel() > 1 for p in gains) and all(p.numel() == max(p.shape) for p in gains)
+    vectors = any(p.numel() > 1 for p in gains) and all(
+        p.numel() == max(p.shape, default=1) for p in gains
+    )
     leaf = not any(module._modules.values())
     called_so = "norm" in type(module).__name__.lower()
     if leaf and vectors and called_so and outcome != _AFFINE:

@@ -30,11 +30,13 @@ from normswap.spec import NormSpec
 from normswap.targets import (
     Construction,
     Key,
+    UnknownWidthError,
     Value,
     construct,
     matches,
     on_channels,
     width_of,
+    with_width,
 )
 
 METHODS = ("auto", "exact", "copy", "init")
@@ -114,7 +116,10 @@ class _Swapping:
                     raise _Refused("unknown", site.reason or "what it computes is not known")
                 if not self.chosen(site):
                     raise _Refused("where", "not selected by where=")
-                self._swap(site, self.mapping[key])
+                try:
+                    self._swap(site, self.mapping[key])
+                except UnknownWidthError as error:
+                    raise _Refused("unknown", str(error)) from error
             except _Refused as refused:
                 self._answer(site, "kept", "refused", refused.code, str(refused))
         for site in self.functional:
@@ -131,6 +136,7 @@ class _Swapping:
         assert site.module is not None
         assert site.spec is not None
         shape, dtype = self.calls.get(site.name, (None, None))
+        site = with_width(site, shape)
         new = _new_norm(site, value, shape)
         _require_same_layout(site, new, shape)
         _require_running(site, new, shape)
@@ -140,7 +146,7 @@ class _Swapping:
         exact = error is not None and error <= EXACT
         if self.method == "exact" and not exact:
             raise _Refused("not-equivalent", _why_not(site, new, error))
-        if _has_hooks(site.module):
+        if site.module is not None and _has_hooks(site.module):
             self.result.notes.append(f"the hooks of {site.name!r} were moved to the new norm")
         self._carry(site, new, exact=exact)
         action = f"swapped for {type(new.module).__name__}"

@@ -77,10 +77,10 @@ def _transformers_model(model_type: str) -> nn.Module:
 
     config = config_of(model_type)
     failures: list[str] = []
-    for attempt in (config, _filled(config)):
+    for prepared in (copy.deepcopy, _filled):
         for cls in _classes(type(config)):
             try:
-                return cls(attempt)
+                return cls(prepared(config))
             except Exception as error:
                 failures.append(f"{cls.__name__}: {type(error).__name__}: {error}")
     raise RuntimeError(failures[-1] if failures else "no model class takes this configuration")
