@@ -169,6 +169,8 @@ def find_modules(model: nn.Module) -> list[NormSite]:
     """
     sites: list[NormSite] = []
     for name, names in module_names(model).items():
+        if "parametrizations" in name.split("."):
+            continue  # it standardises a weight, not an activation
         module = model.get_submodule(name)
         found = probe(module)
         if isinstance(found, Unknown):

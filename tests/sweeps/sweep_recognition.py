@@ -497,6 +497,7 @@ def _reasons(rows: list[Record], key: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
+    text = re.sub(r"'?/[\w./+-]{8,}'?", "…", text)[:200]  # paths of one machine
     return text.replace("|", "\\|").replace("\n", " ")
 
 
