@@ -14,6 +14,7 @@ from normswap.apply import apply_with_undo, replaced_parameters, roll_back
 from normswap.capture import Capture, capture, refuse_unsupported, unwrap
 from normswap.copying import copy_model
 from normswap.drift import site_drift
+from normswap.equivalence import EXACT
 from normswap.errors import NormswapError, RefusedError, VerificationError
 from normswap.find import NormSite, NormSites, Where, find_modules
 from normswap.functional import functional_norms
@@ -22,7 +23,6 @@ from normswap.optimizers import require_own_parameters, update_optimizer
 from normswap.plan import Plan
 from normswap.report import Report
 from normswap.rewrites.fold_batchnorm import plan_fold_batchnorm as _plan_fold_batchnorm
-from normswap.rewrites.swap import EXACT
 from normswap.rewrites.swap import plan_swap_norms as _plan_swap_norms
 from normswap.targets import Key, Value
 from normswap.undo import remember
@@ -183,15 +183,24 @@ def swap_norms(
         raise NormswapError(
             "optimizer= goes with inplace=True: a copy has other parameters than the optimizer"
         )
-    inputs, calls, functional = None, None, list[NormSite]()
+    inputs, calls, functional, bypassed = None, None, list[NormSite](), set[str]()
     if example_inputs is not None or example_kwargs is not None:
         inputs = resolve_inputs(inner, example_inputs, example_kwargs)
         recorded = capture(inner, inputs)
         calls = _observed_calls(recorded)
         modules = {site.name for site in find_modules(inner)}
         functional = list(functional_norms(recorded, modules))
+        called = {call.path for call in recorded.calls}
+        read = {tensor.owner for tensor in recorded.tensors.values() if tensor.node is not None}
+        bypassed = (modules & read) - called
     plan = _plan_swap_norms(
-        inner, mapping, where=where, method=method, calls=calls, functional=functional
+        inner,
+        mapping,
+        where=where,
+        method=method,
+        calls=calls,
+        functional=functional,
+        bypassed=bypassed,
     )
     if optimizer is not None:
         require_own_parameters(optimizer, inner)

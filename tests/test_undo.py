@@ -1,4 +1,4 @@
-"""Undoing a swap."""
+"""Undoing a swap, and swaps that need to know how a norm is called."""
 
 from __future__ import annotations
 
@@ -82,3 +82,21 @@ def test_norm_that_takes_any_width_is_swapped_where_its_input_was_seen() -> None
     assert report.counts == {"exact": 4}
     assert type(new[1]) is nn.RMSNorm
     assert relative_error(run(original, X), run(new, X)) < 1e-14
+
+
+def test_norm_that_a_fused_forward_bypasses_is_refused() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.other = (nn.LayerNorm(8, dtype=torch.float64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n = self.norm
+            return self.other(nn.functional.layer_norm(x, (8,), n.weight, n.bias, n.eps))
+
+    original = Fused().eval()
+    new, report = ns.swap_norms(original, {nn.LayerNorm: "rms"}, X)
+    by_name = {site.name: site for site in report.sites}
+    assert by_name["norm"].reason == "bypassed"
+    assert by_name["other"].status == "approximate"
+    assert type(new.norm) is nn.LayerNorm

@@ -11,8 +11,7 @@ what differs is called approximate, with the relative difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +19,22 @@ from torch import Tensor, nn
 
 from normswap.capture import stored_tensors
 from normswap.copying import copy_model
+from normswap.equivalence import (
+    EXACT,
+    ROLES,
+    NewNorm,
+    Refused,
+    difference,
+    require_running,
+    require_same_dtype,
+    require_same_layout,
+    scale_factor,
+    tensors_of,
+    why_not_equivalent,
+)
 from normswap.errors import NormswapError
 from normswap.find import NormSite, Where, find_modules, matcher
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
-from normswap.precision import true_float64
 from normswap.probe import configuration, probe
 from normswap.program import Program, Ref
 from normswap.spec import NormSpec
@@ -34,15 +45,11 @@ from normswap.targets import (
     Value,
     construct,
     matches,
-    on_channels,
-    width_of,
     with_width,
 )
 
 METHODS = ("auto", "exact", "copy", "init")
-EXACT = 1e-10  # relative, in true float64: what rounding leaves of two writings of one function
 COUNTER = "num_batches_tracked"
-ROLES = ("weight", "bias", "mean", "var")
 
 
 def plan_swap_norms(
@@ -53,6 +60,7 @@ def plan_swap_norms(
     method: str = "auto",
     calls: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     functional: Iterable[NormSite] = (),
+    bypassed: Collection[str] = (),
 ) -> Plan:
     """Decide for every norm that a key of ``mapping`` stands for what it becomes.
 
@@ -64,6 +72,7 @@ def plan_swap_norms(
             not the same function, ``"init"`` leaves the new norms as they are built.
         calls: shape and dtype of the input of each norm in a recorded run, by name.
         functional: norms of that run that are no modules; they are answered, not swapped.
+        bypassed: names of norms whose tensors that run read without calling them.
 
     Raises:
         NormswapError: a key or method that is not known.
@@ -72,17 +81,7 @@ def plan_swap_norms(
         raise NormswapError('method="calibrate" is not available yet: use "copy" and fine-tune')
     if method not in METHODS:
         raise NormswapError(f"method {method!r} is none of {', '.join(METHODS)}")
-    return _Swapping(model, mapping, where, method, calls or {}, functional).plan()
-
-
-@dataclass
-class _New:
-    """What one site becomes."""
-
-    construction: Construction | None
-    builder: Callable[..., nn.Module] | None
-    module: nn.Module  # as it is built, to read names, shapes and first values off
-    spec: NormSpec | None
+    return _Swapping(model, mapping, where, method, calls or {}, functional, bypassed).plan()
 
 
 class _Swapping:
@@ -94,7 +93,9 @@ class _Swapping:
         method: str,
         calls: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         functional: Iterable[NormSite],
+        bypassed: Collection[str],
     ) -> None:
+        self.bypassed = bypassed
         self.functional = functional
         self.calls = calls
         self.model, self.mapping, self.method = model, mapping, method
@@ -114,14 +115,20 @@ class _Swapping:
                 continue
             try:
                 if key is None or site.spec is None:
-                    raise _Refused("unknown", site.reason or "what it computes is not known")
+                    raise Refused("unknown", site.reason or "what it computes is not known")
                 if not self.chosen(site):
-                    raise _Refused("where", "not selected by where=")
+                    raise Refused("where", "not selected by where=")
+                if site.name in self.bypassed:
+                    raise Refused(
+                        "bypassed",
+                        "its tensors are read without calling it (a fused forward), so a new norm "
+                        "would not be computed",
+                    )
                 try:
                     self._swap(site, self.mapping[key])
                 except UnknownWidthError as error:
-                    raise _Refused("unknown", str(error)) from error
-            except _Refused as refused:
+                    raise Refused("unknown", str(error)) from error
+            except Refused as refused:
                 self._answer(site, "kept", "refused", refused.code, str(refused))
         for site in self.functional:
             if any(matches(key, site) for key in self.mapping):
@@ -143,7 +150,7 @@ class _Swapping:
         error = None if self.method == "init" else self._difference(site, new)
         exact = error is not None and error <= EXACT
         if self.method == "exact" and not exact:
-            raise _Refused("not-equivalent", _why_not(site, new, error))
+            raise Refused("not-equivalent", why_not_equivalent(site, new, error))
         if site.module is not None and _has_hooks(site.module):
             self.result.notes.append(f"the hooks of {site.name!r} were moved to the new norm")
         self._carry(site, new, exact=exact)
@@ -156,30 +163,30 @@ class _Swapping:
     def _require_fit(
         self,
         site: NormSite,
-        new: _New,
+        new: NewNorm,
         shape: tuple[int, ...] | None,
         dtype: torch.dtype | None,
     ) -> None:
         """Raise unless the new norm can stand where the old one does; tried once for all alike."""
         key = (_alike(site, new), shape, dtype)
         if key[0] is None or key not in self.fitting:
-            _require_same_layout(site, new, shape)
-            _require_running(site, new, shape)
+            require_same_layout(site, new, shape)
+            require_running(site, new, shape)
             if dtype is not None:
-                _require_same_dtype(site, new, dtype)
+                require_same_dtype(site, new, dtype)
             self.fitting.add(key)
 
-    def _difference(self, site: NormSite, new: _New) -> float | None:
+    def _difference(self, site: NormSite, new: NewNorm) -> float | None:
         """As measured, once for all sites of one class and configuration."""
         shape = self.calls.get(site.name, (None, None))[0]
         key = (_alike(site, new), shape)
         if key[0] is None:
-            return _difference(site, new, shape)
+            return difference(site, new, shape)
         if key not in self.measured:
-            self.measured[key] = _difference(site, new, shape)
+            self.measured[key] = difference(site, new, shape)
         return self.measured[key]
 
-    def _carry(self, site: NormSite, new: _New, *, exact: bool) -> None:
+    def _carry(self, site: NormSite, new: NewNorm, *, exact: bool) -> None:
         """The edits that fill the new norm, and the one that puts it in place."""
         prefix = f"{site.name}." if site.name else ""
         roles = self._roles(site, new)
@@ -190,7 +197,7 @@ class _Swapping:
             origins[target] = f"{self.by_name[prefix + source].name} {op}"
             row = MappingRow(prefix + target, (prefix + source,), op.split()[0], status)
             self.result.mapping.append(row)
-        for name, tensor in _tensors(new.module):
+        for name, tensor in tensors_of(new.module):
             if name not in roles:
                 self._fill_fresh(new, prefix, name, tensor)
         self._names(site, new)
@@ -203,7 +210,7 @@ class _Swapping:
             self.result.builders[site.name] = new.builder
         self.result.module_edits.append(ModuleEdit("replace", site.name, params))
 
-    def _roles(self, site: NormSite, new: _New) -> dict[str, str]:
+    def _roles(self, site: NormSite, new: NewNorm) -> dict[str, str]:
         """New tensor name → old tensor name, for what is carried over."""
         if self.method == "init" or new.spec is None:
             return {}
@@ -218,7 +225,7 @@ class _Swapping:
             pairs[COUNTER] = COUNTER
         return pairs
 
-    def _fill_fresh(self, new: _New, prefix: str, name: str, tensor: Tensor) -> None:
+    def _fill_fresh(self, new: NewNorm, prefix: str, name: str, tensor: Tensor) -> None:
         """A tensor that the old norm lacks: neutral for a scale or shift, else as it is built."""
         self.result.mapping.append(MappingRow(prefix + name, (), "new", "initialised"))
         value = None if self.method == "init" else _neutral(new.spec, name)
@@ -230,7 +237,7 @@ class _Swapping:
             ref = self.program.emit("constant", value=value, shape=shape)
             self.assignments.append((prefix + name, ref, shape))
 
-    def _assign(self, site: NormSite, new: _New, prefix: str, target: str, source: str) -> str:
+    def _assign(self, site: NormSite, new: NewNorm, prefix: str, target: str, source: str) -> str:
         """Note what a new tensor is computed from; the operation in words."""
         assert site.spec is not None
         assert new.spec is not None
@@ -239,7 +246,7 @@ class _Swapping:
         op = "copy"
         if source == site.spec.weight:
             offset = float(site.spec.unit_offset) - float(new.spec.unit_offset)
-            factor = _factor(site, new)
+            factor = scale_factor(site, new)
             if offset:
                 ref, op = self.program.emit("plus", ref, number=offset), f"offset {offset:+g}"
             if factor != 1.0:
@@ -252,10 +259,10 @@ class _Swapping:
         )
         return op
 
-    def _names(self, site: NormSite, new: _New) -> None:
+    def _names(self, site: NormSite, new: NewNorm) -> None:
         """The state-dict names that go and come."""
-        old = {n for n, _ in _tensors(site.module)}
-        fresh = dict(_tensors(new.module))
+        old = {n for n, _ in tensors_of(site.module)}
+        fresh = dict(tensors_of(new.module))
         for path in site.names:
             prefix = f"{path}." if path else ""
             self.result.removed += [prefix + n for n in sorted(old - set(fresh))]
@@ -279,13 +286,7 @@ class _Swapping:
         )
 
 
-class _Refused(NormswapError):  # noqa: N818 - an answer, not a fault
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-
-
-def _new_norm(site: NormSite, value: Value, shape: tuple[int, ...] | None) -> _New:
+def _new_norm(site: NormSite, value: Value, shape: tuple[int, ...] | None) -> NewNorm:
     construction: Construction | None = None
     builder: Callable[..., nn.Module] | None = None
     if isinstance(value, (type, str)):
@@ -308,10 +309,10 @@ def _new_norm(site: NormSite, value: Value, shape: tuple[int, ...] | None) -> _N
             f"{value!r}"
         )
     found = probe(module)
-    return _New(construction, builder, module, found if isinstance(found, NormSpec) else None)
+    return NewNorm(construction, builder, module, found if isinstance(found, NormSpec) else None)
 
 
-def _alike(site: NormSite, new: _New) -> object | None:
+def _alike(site: NormSite, new: NewNorm) -> object | None:
     """Equal for sites that behave alike and get the same norm; ``None`` if that is not known."""
     assert site.module is not None
     known = configuration(site.module)
@@ -326,12 +327,6 @@ def _on_cpu(build: Callable[..., nn.Module]) -> nn.Module:
         return build()
 
 
-def _tensors(module: nn.Module | None) -> list[tuple[str, Tensor]]:
-    if module is None:
-        return []
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _neutral(spec: NormSpec | None, name: str) -> float | None:
     """The value of a scale or shift that changes nothing; ``None`` for other tensors."""
     if spec is None:
@@ -339,189 +334,12 @@ def _neutral(spec: NormSpec | None, name: str) -> float | None:
     return {spec.weight: 1.0 - float(spec.unit_offset), spec.bias: 0.0}.get(name)
 
 
-def _fits(site: NormSite, new: _New, target: str, source: str) -> bool:
+def _fits(site: NormSite, new: NewNorm, target: str, source: str) -> bool:
     """Whether an old tensor can fill a new one: as many elements, or one for all."""
     assert site.module is not None
     count = getattr(site.module, source).numel()
     return count in (1, getattr(new.module, target).numel())
 
 
-def _factor(site: NormSite, new: _New) -> float:
-    """What the scale takes from one normaliser to the other.
-
-    ``x / sqrt(sum x²)`` is ``1 / sqrt(d)`` of ``x / sqrt(mean x²)``.
-    """
-    assert site.spec is not None
-    assert new.spec is not None
-    sums = (site.spec.kind == "scale", new.spec.kind == "scale")
-    if sums[0] == sums[1] or {site.spec.p, new.spec.p} - {None, 2.0}:
-        return 1.0
-    return width_of(site) ** (-0.5 if sums[0] else 0.5)
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _require_same_layout(site: NormSite, new: _New, shape: tuple[int, ...] | None) -> None:
-    """Raise unless both work on the same axes: the last ones, or the channels on axis 1."""
-    spec = site.spec
-    assert spec is not None
-    last = spec.axes and all(axis < 0 for axis in spec.axes)
-    if last and spec.affine_axes and set(spec.affine_axes) != set(spec.axes):
-        raise _Refused(
-            "axis-mismatch",
-            f"its scale runs along axes {list(spec.affine_axes)}, its statistics along "
-            f"{list(spec.axes)}",
-        )
-    flat = shape is not None and len(shape) == 2  # axis 1 is the last axis
-    if new.spec is None or flat or on_channels(spec) == on_channels(new.spec):
-        return
-    old, fresh = ("axis 1", "the last axes")[:: 1 if on_channels(spec) else -1]
-    raise _Refused(
-        "axis-mismatch",
-        f"it normalises along {old}, {type(new.module).__name__} along {fresh}: give a callable "
-        "NormSite -> nn.Module that makes a norm of that layout",
-    )
-
-
-def _require_running(site: NormSite, new: _New, shape: tuple[int, ...] | None) -> None:
-    """Raise if the new norm runs on none of the inputs that the old one takes."""
-    assert site.module is not None
-    generator = torch.Generator().manual_seed(0)
-    old, fresh = _drawn(site.module, generator).eval(), _drawn(new.module, generator).eval()
-    failure = ""
-    for x in _inputs(site, shape, generator):
-        with true_float64():
-            try:
-                old(x)
-            except Exception:
-                continue
-            try:
-                fresh(x)
-            except Exception as error:
-                failure = failure or f"{type(error).__name__}: {error}"
-            else:
-                return
-    if failure:
-        raise _Refused("axis-mismatch", f"{type(new.module).__name__} does not run: {failure}")
-
-
-def _require_same_dtype(site: NormSite, new: _New, dtype: torch.dtype) -> None:
-    """Raise if the new norm returns another dtype for the inputs that the old one got."""
-    assert site.module is not None
-    found = [_returned_dtype(m, site, dtype) for m in (site.module, new.module)]
-    if None not in found and found[0] != found[1]:
-        raise _Refused(
-            "dtype-mismatch",
-            f"for {dtype} inputs it returns {found[0]}, {type(new.module).__name__} {found[1]}",
-        )
-
-
-def _returned_dtype(module: nn.Module, site: NormSite, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of the result with tensors stored as the site's are; ``None`` if not run."""
-    assert site.module is not None
-    stored = next((t.dtype for _, t in _tensors(site.module) if t.is_floating_point()), dtype)
-    generator = torch.Generator().manual_seed(0)
-    alone = _drawn(module, generator).to(stored).eval()
-    for x in _inputs(site, None, generator):
-        try:
-            with torch.inference_mode():
-                return alone(x.to(dtype)).dtype
-        except Exception:
-            continue
-    return None
-
-
-# -- the same function? -------------------------------------------------------------------------
-
-
-def _difference(site: NormSite, new: _New, shape: tuple[int, ...] | None) -> float | None:
-    """Relative difference in true float64 on random parameters and inputs; ``None`` if not run."""
-    assert site.module is not None
-    assert site.spec is not None
-    if new.spec is None:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    old = _drawn(site.module, generator)
-    fresh = _drawn(new.module, generator)
-    _fill(old, site.spec, fresh, new.spec, _factor(site, new))
-    fresh.train(old.training)
-    errors = [_compare(old, fresh, x) for x in _inputs(site, shape, generator)]
-    known = [e for e in errors if e is not None]
-    return max(known) if known else None
-
-
-def _drawn(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A float64 copy of one module with random parameters and statistics."""
-    memo: dict[int, Any] = {}
-    for _, tensor in _tensors(module):
-        value = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
-        if not tensor.is_floating_point():
-            value = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-    copied = copy_model(module, memo)
-    for slots in (copied._forward_hooks, copied._forward_pre_hooks):
-        slots.clear()
-    return copied
-
-
-def _fill(old: nn.Module, spec: NormSpec, fresh: nn.Module, new: NormSpec, factor: float) -> None:
-    for role in ROLES:
-        target, source = getattr(new, role), getattr(spec, role)
-        if target is None:
-            continue
-        tensor = getattr(fresh, target)
-        if source is None:
-            tensor.data.fill_(0.0 if role in ("bias", "mean") else 1.0 - float(new.unit_offset))
-        elif getattr(old, source).numel() in (1, tensor.numel()):
-            value = getattr(old, source).detach()
-            value = value.reshape(tensor.shape) if value.numel() > 1 else value.reshape(())
-            if role == "weight":
-                value = (value + float(spec.unit_offset) - float(new.unit_offset)) * factor
-            tensor.data.copy_(value)
-
-
-def _inputs(
-    site: NormSite, shape: tuple[int, ...] | None, generator: torch.Generator
-) -> list[Tensor]:
-    """Inputs as in the recorded run, else of the layouts that a norm of this width may take."""
-    assert site.spec is not None
-    last = site.spec.normalized_shape or (width_of(site),)
-    width = last[0]
-    layouts: list[tuple[int, ...]] = [(2, 3, *last), (2, width, 4, 4), (2, width, 6), (3, width)]
-    layouts.append((2, width, 3, 4, 2))
-    if shape is not None:
-        layouts = [(2, *shape[1:]) if len(shape) > 1 else shape]
-    return [torch.randn(s, generator=generator, dtype=torch.float64) * 2 + 0.3 for s in layouts]
-
-
-def _compare(old: nn.Module, fresh: nn.Module, x: Tensor) -> float | None:
-    """``None`` where one of the two does not take such inputs."""
-    with true_float64():
-        try:
-            expected = old(x)
-        except Exception:
-            return None
-        try:
-            found = fresh(x)
-            for child in old.children():  # an activation inside the old norm follows the new one
-                found = child(found)
-        except Exception:
-            return None
-    if not isinstance(expected, Tensor) or expected.shape != x.shape:
-        return None
-    if not isinstance(found, Tensor) or found.shape != x.shape:
-        return float("inf")
-    scale = float(expected.abs().max().clamp_min(1e-12))
-    return float((expected - found).abs().max()) / scale
-
-
-def _why_not(site: NormSite, new: _New, error: float | None) -> str:
-    assert site.spec is not None
-    kind = type(new.module).__name__
-    if error is None:
-        return f"{kind} could not be compared with it"
-    return (
-        f"{kind} is another function than this {site.spec.kind} norm (they differ by {error:.2g})"
-    )
