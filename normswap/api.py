@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from normswap.apply import apply_with_undo, replaced_parameters, roll_back
-from normswap.capture import Capture, capture, refuse_unsupported, unwrap
+from normswap.capture import Capture, capture
 from normswap.copying import copy_model
 from normswap.drift import site_drift
 from normswap.equivalence import EXACT
 from normswap.errors import NormswapError, RefusedError, VerificationError
 from normswap.find import NormSite, NormSites, Where, find_modules
+from normswap.forms import refuse_unsupported, unwrap
 from normswap.functional import functional_norms
 from normswap.inputs import Inputs, resolve_inputs
 from normswap.optimizers import require_own_parameters, update_optimizer

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from normswap.capture import Capture, StoredTensor
+from normswap.capture import Capture
 from normswap.dataflow import RULES, Contraction, is_stored, op_name
+from normswap.forms import StoredTensor
 from normswap.plan import ModuleEdit
 
 # A bias counts as used by these layers' own forward; other classes must name it in theirs.

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import fx
 
-from normswap.capture import Capture, ModuleCall, StoredTensor
+from normswap.capture import Capture, ModuleCall
 from normswap.dataflow import Side, Step, Value, op_name, rule_for
+from normswap.forms import StoredTensor
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program
 

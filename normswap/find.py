@@ -13,10 +13,11 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-from normswap.capture import Capture, StoredTensor, module_names
+from normswap.capture import Capture
 from normswap.collapse import collapse_names
 from normswap.dataflow import CASTS, batch_norm_operands, op_name
 from normswap.errors import NormswapError
+from normswap.forms import StoredTensor, module_names
 from normswap.maps import Blocked
 from normswap.probe import probe, probe_fixed_affine
 from normswap.rendering import Document, Section, Table, to_text

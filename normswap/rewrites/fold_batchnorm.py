@@ -27,15 +27,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from normswap.biases import add_virtual_biases
-from normswap.capture import (
-    Capture,
-    ModuleCall,
-    capture,
-    hook_read,
-    refuse_unsupported,
-)
+from normswap.capture import Capture, ModuleCall, capture, hook_read
 from normswap.channelmap import Pushed, commit, node_of, push, require_one_path
 from normswap.find import GraphSite, Instance, Where, batch_norms_in_graph, matcher
+from normswap.forms import refuse_unsupported
 from normswap.graphs import calls_around, final_readers, first_writer, is_alias, is_chain, writes_to
 from normswap.inputs import Inputs
 from normswap.maps import Blocked, Map, Scale, Shift

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.capture import stored_tensors
 from normswap.copying import copy_model
 from normswap.equivalence import (
     EXACT,
@@ -34,6 +33,7 @@ from normswap.equivalence import (
 )
 from normswap.errors import NormswapError
 from normswap.find import NormSite, Where, find_modules, matcher
+from normswap.forms import stored_tensors
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.probe import configuration, probe
 from normswap.program import Program, Ref
