@@ -155,11 +155,6 @@ class Plan:
         apply_plan(self, src, dst)
 
     @property
-    def graph_edits_needed(self) -> bool:
-        """Whether nodes of a ``torch.fx.GraphModule`` are edited."""
-        return any(edit.kind.endswith("_node") for edit in self.module_edits)
-
-    @property
     def changed(self) -> bool:
         """Whether the plan does anything."""
         return bool(self.edits or self.module_edits)

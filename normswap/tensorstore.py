@@ -156,11 +156,6 @@ def open_store(src: str | Path) -> TensorStore:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def has_weights(directory: Path) -> bool:
-    """Whether :func:`open_store` would find a checkpoint in the directory."""
-    return _weights_in(directory) is not None
-
-
 def first_line(error: BaseException) -> str:
     """The first line that the error has to say, or its type."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -582,3 +582,15 @@ def test_verify_tells_equal_models_from_different_ones() -> None:
     model, other = block(), block(seed=1)
     assert ns.verify(model, copy.deepcopy(model), IMAGE).passed
     assert not ns.verify(model, other, IMAGE).passed
+
+
+def test_forward_fold_is_not_compared_at_its_site() -> None:
+    """The output of a norm that was folded into its reader is another one, under any name."""
+    model = double(
+        Net(lambda m, x: m.backbone(m.bn(x)), bn=nn.BatchNorm2d(3), backbone=nn.Conv2d(3, 4, 1))
+    )
+    new, report = ns.fold_batchnorm(model, IMAGE)
+    (site,) = report.sites
+    assert (site.status, site.action) == ("exact", "folded forward into backbone")
+    assert site.error is None
+    assert_same(model, new, IMAGE)

@@ -30,7 +30,6 @@ from normswap.biases import add_virtual_biases
 from normswap.capture import Capture, ModuleCall, capture, hook_read
 from normswap.channelmap import Pushed, commit, node_of, push, require_one_path
 from normswap.find import GraphSite, Instance, Where, batch_norms_in_graph, matcher
-from normswap.forms import refuse_unsupported
 from normswap.graphs import calls_around, final_readers, first_writer, is_alias, is_chain, writes_to
 from normswap.inputs import Inputs
 from normswap.maps import Blocked, Map, Scale, Shift
@@ -48,7 +47,8 @@ def plan_fold_batchnorm(
     """Decide for every BatchNorm of ``model`` where it is folded, or why not.
 
     Args:
-        model: the model; it is not changed and may be on the meta device.
+        model: the model, of a form that can be changed (:mod:`normswap.forms`); it is not
+            changed itself and may be on the meta device.
         inputs: example inputs for the recorded run.
         where: which norms to fold (a glob, several, or a predicate on a ``NormSite``).
         read: gives the values of a stored tensor by name, or ``None`` if they are not at hand;
@@ -56,9 +56,7 @@ def plan_fold_batchnorm(
 
     Raises:
         CaptureError: the model cannot be run on the inputs.
-        RefusedError: a form of model that cannot be changed.
     """
-    refuse_unsupported(model)
     recorded = capture(model, inputs)
     return _Folding(model, recorded, matcher(where), read).plan()
 
@@ -131,16 +129,18 @@ class _Folding:
                 if x != y:
                     raise Blocked("op", f"it casts {x} to {y}")
             edits, removed = self._structure(site)
-            action, touched = self._absorb(site)
+            pushes, against = self._absorb(site)
             if any(_shares_storage(instance) for instance in site.instances):
                 edits = [ModuleEdit(e.kind, e.module, {**e.params, "clone": True}) for e in edits]
         except Blocked as blocked:
             self.refused[id(site)] = blocked
             return False
         self.refused.pop(id(site), None)
+        touched = {node_of(value) for p in pushes for value in p.maps}
         for earlier in self.folded:  # outputs that this fold scales or shifts cannot be compared
             earlier.outputs = [] if touched & set(earlier.outputs) else earlier.outputs
-        outputs = [i.x for i in site.instances] if "back" in action else []
+        outputs = [i.x for i in site.instances] if against else []
+        action = _describe_action(pushes, against=against)
         self.folded.append(_Folded(site, action, edits, removed, outputs))
         for instance in site.instances:
             _bypass(self.capture.graph, instance)
@@ -148,16 +148,15 @@ class _Folding:
                 other.x = instance.x if other.x is instance.y else other.x
         return True
 
-    def _absorb(self, site: GraphSite) -> tuple[str, set[fx.Node]]:
-        """Push the norm's map one way, else the other; in words where, and what it touched."""
+    def _absorb(self, site: GraphSite) -> tuple[list[Pushed], bool]:
+        """Push the norm's map one way, else the other; the pushes, and whether against the flow."""
         mark = self.program.mark()
         reasons: list[Blocked] = []
         for against in (True, False):
             try:
                 pushes = self._push(site, against=against)
                 require_one_path(self.capture, pushes)
-                touched = {node_of(value) for p in pushes for value in p.maps}
-                return _describe_action(pushes, against=against), touched
+                return pushes, against
             except Blocked as blocked:
                 self.program.rollback(mark)
                 reasons.append(blocked)
