@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from normswap import init, norms, param_groups, residual
     from normswap.api import (
         find_norms,
+        fold_affine,
         fold_batchnorm,
+        plan_fold_affine,
         plan_fold_batchnorm,
         plan_swap_norms,
         swap_norms,
@@ -45,11 +47,13 @@ __all__ = [
     "Verification",
     "VerificationError",
     "find_norms",
+    "fold_affine",
     "fold_batchnorm",
     "init",
     "load",
     "norms",
     "param_groups",
+    "plan_fold_affine",
     "plan_fold_batchnorm",
     "plan_swap_norms",
     "residual",
@@ -61,7 +65,9 @@ __all__ = [
 _HOMES = {
     "api": (
         "find_norms",
+        "fold_affine",
         "fold_batchnorm",
+        "plan_fold_affine",
         "plan_fold_batchnorm",
         "plan_swap_norms",
         "swap_norms",

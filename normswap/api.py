@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,16 +16,20 @@ from normswap.copying import copy_model
 from normswap.drift import site_drift
 from normswap.equivalence import EXACT
 from normswap.errors import NormswapError, RefusedError, VerificationError
-from normswap.find import NormSite, NormSites, Where, find_modules
+from normswap.find import NormSite, NormSites, Where, find_modules, matcher
 from normswap.forms import refuse_unsupported, unwrap
 from normswap.functional import functional_norms
 from normswap.inputs import Inputs, resolve_inputs
 from normswap.optimizers import require_own_parameters, update_optimizer
 from normswap.plan import Plan
 from normswap.report import Report
+from normswap.rewrites.fold_affine import plan_fold_affine as _plan_fold_affine
 from normswap.rewrites.fold_batchnorm import plan_fold_batchnorm as _plan_fold_batchnorm
+from normswap.rewrites.swap import makes_rms
 from normswap.rewrites.swap import plan_swap_norms as _plan_swap_norms
-from normswap.targets import Key, Value
+from normswap.rewrites.to_rmsnorm import convert, plan_centring
+from normswap.surgery import Surgery
+from normswap.targets import Key, Value, matches
 from normswap.undo import remember
 from normswap.verification import Verification, verify
 
@@ -121,9 +125,14 @@ def fold_batchnorm(
 def plan_swap_norms(
     model: nn.Module,
     mapping: Mapping[Key, Value],
+    example_inputs: Example = None,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     where: Where = None,
     method: str = "auto",
+    fold_affine: bool = False,
+    keep_class: bool = False,
+    untie: bool = False,
 ) -> Plan:
     """What :func:`swap_norms` would do, without doing it; works on the meta device.
 
@@ -133,7 +142,11 @@ def plan_swap_norms(
     """
     model = unwrap(model)
     refuse_unsupported(model)
-    return _plan_swap_norms(model, mapping, where=where, method=method)
+    inputs = None
+    if example_inputs is not None or example_kwargs is not None:
+        inputs = resolve_inputs(model, example_inputs, example_kwargs)
+    wish = _Wish(where, method, fold_affine, keep_class, untie)
+    return _plan_swap(model, mapping, inputs, wish)
 
 
 def swap_norms(
@@ -143,6 +156,9 @@ def swap_norms(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     method: str = "auto",
+    fold_affine: bool = False,
+    keep_class: bool = False,
+    untie: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     inplace: bool = False,
     where: Where = None,
@@ -153,17 +169,28 @@ def swap_norms(
 
     ``g * n(x) + b``: the new norm gets ``g`` and ``b`` in its own convention. Exact where both
     normalisers ``n`` are the same function (measured at each site in float64), else approximate.
+    With example inputs a LayerNorm becomes an RMSNorm exactly wherever everything that writes its
+    input can be made zero-mean (:mod:`normswap.rewrites.to_rmsnorm`).
 
     Args:
         model: the model.
         mapping: from what to what. A class of torch.nn or normswap, or a name such as ``"rms"``,
             stands for every norm that behaves so; any other class stands for itself. Values may
             also be a callable ``NormSite -> nn.Module``.
-        example_inputs: to run old and new model and measure the difference of their outputs;
-            without them each site is checked alone.
+        example_inputs: to record the model, and to run old and new model and measure the
+            difference of their outputs; without them each site is checked alone, and no other
+            layer is edited.
         example_kwargs: keywords in addition.
-        method: ``"auto"`` or ``"copy"``: carry the parameters over; ``"exact"``: refuse what is
-            not the same function; ``"init"``: leave the new norms as they are built.
+        method: ``"auto"``: exact where it can be, else the parameters carried over; ``"exact"``:
+            refuse what is not the same function; ``"copy"``: only carry the parameters over;
+            ``"init"``: leave the new norms as they are built.
+        fold_affine: also fold scale and shift of norms that became RMS norms exactly into the
+            layers that read them; what is left is a plain ``nn.RMSNorm`` with weight 1.
+        keep_class: LayerNorm to RMSNorm only: change the weights as for the swap, scales and
+            shifts folded, but leave the LayerNorms in their places, so that the unchanged class
+            loads the result.
+        untie: where a tied output layer is in the way, separate it from the embedding table.
+            Otherwise the tie stays, at the price of one op that removes a mean, or of a refusal.
         optimizer: the model's optimizer, whose groups are brought up to date (with ``inplace``).
         inplace: change ``model`` itself; a failure restores it.
         where: which norms: a glob on names, a list of globs, or a predicate on ``NormSite``.
@@ -184,25 +211,11 @@ def swap_norms(
         raise NormswapError(
             "optimizer= goes with inplace=True: a copy has other parameters than the optimizer"
         )
-    inputs, calls, functional, bypassed = None, None, list[NormSite](), set[str]()
+    inputs = None
     if example_inputs is not None or example_kwargs is not None:
         inputs = resolve_inputs(inner, example_inputs, example_kwargs)
-        recorded = capture(inner, inputs)
-        calls = _observed_calls(recorded)
-        modules = {site.name for site in find_modules(inner)}
-        functional = list(functional_norms(recorded, modules))
-        called = {call.path for call in recorded.calls}
-        read = {tensor.owner for tensor in recorded.tensors.values() if tensor.node is not None}
-        bypassed = (modules & read) - called
-    plan = _plan_swap_norms(
-        inner,
-        mapping,
-        where=where,
-        method=method,
-        calls=calls,
-        functional=functional,
-        bypassed=bypassed,
-    )
+    wish = _Wish(where, method, fold_affine, keep_class, untie)
+    plan = _plan_swap(inner, mapping, inputs, wish)
     if optimizer is not None:
         require_own_parameters(optimizer, inner)
     before = dict(inner.named_modules(remove_duplicate=False))
@@ -210,6 +223,143 @@ def swap_norms(
     if optimizer is not None:
         update_optimizer(optimizer, replaced_parameters(plan, before, unwrap(new)))
     return new, report
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """How norms are to be swapped."""
+
+    where: Where
+    method: str
+    fold_affine: bool
+    keep_class: bool
+    untie: bool
+
+
+def _plan_swap(
+    model: nn.Module, mapping: Mapping[Key, Value], inputs: Inputs | None, wish: _Wish
+) -> Plan:
+    """The plan of a swap; with inputs the model is recorded first."""
+    if (wish.fold_affine or wish.keep_class or wish.untie) and inputs is None:
+        raise NormswapError(
+            "fold_affine, keep_class and untie edit other layers than the norms: pass "
+            "example_inputs, so that the dataflow is known"
+        )
+    if inputs is None:
+        return _plan_swap_norms(model, mapping, where=wish.where, method=wish.method)
+    becoming_rms = _becoming_rms(model, mapping) if wish.method in ("auto", "exact") else set[str]()
+    if wish.keep_class and not becoming_rms:
+        raise NormswapError("keep_class=True is for LayerNorms that would become RMS norms")
+    conversion, recorded = None, None
+    chosen = matcher(wish.where)
+    if becoming_rms:
+        surgery = Surgery.on(model, inputs, new_biases=not wish.keep_class, untie=wish.untie)
+        recorded = surgery.capture
+        conversion = convert(
+            surgery,
+            lambda site: site.site.name in becoming_rms and chosen(site.site),
+            fold_affine=wish.fold_affine,
+            keep_class=wish.keep_class,
+        )
+        if wish.keep_class:
+            layers = [s for s in surgery.sites if s.kind == "layer"]
+            return plan_centring(conversion, [(s, chosen(s.site)) for s in layers])
+    recorded = recorded or capture(model, inputs)
+    modules = {site.name for site in find_modules(model)}
+    called = {call.path for call in recorded.calls}
+    read = {tensor.owner for tensor in recorded.tensors.values() if tensor.node is not None}
+    return _plan_swap_norms(
+        model,
+        mapping,
+        where=wish.where,
+        method=wish.method,
+        calls=_observed_calls(recorded),
+        functional=list(functional_norms(recorded, modules)),
+        bypassed=(modules & read) - called,
+        conversion=conversion,
+    )
+
+
+def _becoming_rms(model: nn.Module, mapping: Mapping[Key, Value]) -> set[str]:
+    """The layer norms whose value in the mapping stands for an RMS norm."""
+    found: set[str] = set()
+    for site in find_modules(model):
+        if site.spec is None or site.spec.kind != "layer":
+            continue
+        key = next((k for k in mapping if matches(k, site)), None)
+        if key is not None and makes_rms(mapping[key], site):
+            found.add(site.name)
+    return found
+
+
+def plan_fold_affine(
+    model: nn.Module,
+    example_inputs: Example = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    where: Where = None,
+    scale_only: bool = False,
+    untie: bool = False,
+) -> Plan:
+    """What :func:`fold_affine` would do, without doing it; works on the meta device.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        RefusedError: a form of model that cannot be changed.
+    """
+    model = unwrap(model)
+    refuse_unsupported(model)
+    inputs = resolve_inputs(model, example_inputs, example_kwargs)
+    surgery = Surgery.on(model, inputs, new_biases=not scale_only, untie=untie)
+    return _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
+
+
+def fold_affine(
+    model: nn.Module,
+    example_inputs: Example = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    scale_only: bool = False,
+    untie: bool = False,
+    inplace: bool = False,
+    where: Where = None,
+    verify: bool = True,
+    strict: bool = False,
+) -> tuple[nn.Module, Report]:
+    """Fold scale and shift of layer and RMS norms into the layers that read them, exactly.
+
+    For a reader ``W y + c`` of ``y = g * n(x) + b``: ``c' = c + W b`` with the old ``W``, then
+    ``W' = W diag(g)``; the norm keeps a scale of 1 and a shift of 0, in its own class
+    (:mod:`normswap.rewrites.fold_affine`). All readers take it, or none.
+
+    Args:
+        model: the model.
+        example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
+            from what the model says of itself.
+        example_kwargs: keywords in addition.
+        scale_only: leave shifts in the norms, so that no layer gets a new bias and the unchanged
+            class loads the result. Without it that is done only where a shift cannot go.
+        untie: where the reader is an output layer tied to the embedding table, separate them (and
+            say so in a transformers config). Otherwise that norm is refused.
+        inplace: change ``model`` itself; a failure restores it.
+        where: which norms: a glob on names, a list of globs, or a predicate on ``NormSite``.
+        verify: run both models and compare; a difference rolls back and raises.
+        strict: a refused norm is an error.
+
+    Returns:
+        The changed model and the report, with one row for each layer and RMS norm.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        RefusedError: a form of model that cannot be changed, or ``strict`` and a norm refused.
+        VerificationError: the changed model computes something else; nothing was changed.
+    """
+    inner = unwrap(model)
+    refuse_unsupported(inner)
+    inputs = resolve_inputs(inner, example_inputs, example_kwargs)
+    surgery = Surgery.on(inner, inputs, new_biases=not scale_only, untie=untie)
+    plan = _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
+    return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
 
 
 def _observed_calls(recorded: Capture) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -325,7 +475,9 @@ __all__ = [
     "NormSites",
     "carry_out",
     "find_norms",
+    "fold_affine",
     "fold_batchnorm",
+    "plan_fold_affine",
     "plan_fold_batchnorm",
     "plan_swap_norms",
     "swap_norms",

@@ -31,7 +31,7 @@ def apply_with_undo(plan: Plan, model: nn.Module, *, inplace: bool) -> tuple[nn.
     target = model if inplace else copy_model(model)
     undo: Undo = []
     try:
-        _add_biases(plan, target, undo)
+        _make_tensors(plan, target, undo)
         waiting = _edit_tensors(plan, target, undo if inplace else None)
         target = apply_module_edits(target, _late_edits(plan), undo, plan.builders)
         _fill_new_modules(target, waiting)
@@ -52,7 +52,7 @@ def restructure(model: nn.Module, plan: Plan) -> nn.Module:
     """
     _require_fit(plan, model)
     undo: Undo = []
-    _add_biases(plan, model, undo)
+    _make_tensors(plan, model, undo)
     result = apply_module_edits(model, _late_edits(plan), undo, plan.builders)
     _share_again(plan, result)
     return result
@@ -100,11 +100,11 @@ def _require_fit(plan: Plan, model: nn.Module) -> None:
         )
 
 
-# Biases are edited as tensors, so they must exist first; modules are taken out last.
-_FIRST = ("add_bias", "bias_node")
+# What is edited as a tensor of its own must be one first; modules are taken out last.
+_FIRST = ("add_bias", "bias_node", "untie")
 
 
-def _add_biases(plan: Plan, model: nn.Module, undo: Undo) -> None:
+def _make_tensors(plan: Plan, model: nn.Module, undo: Undo) -> None:
     apply_module_edits(model, [e for e in plan.module_edits if e.kind in _FIRST], undo)
 
 

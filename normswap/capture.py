@@ -34,18 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from normswap.caches import forget_cached
 from normswap.copying import copy_model
 from normswap.errors import CaptureError
+from normswap.experts import compute_in_batch
 from normswap.forms import StoredTensor, module_names, named_tensors, stored_tensors
+from normswap.hooks import PartOfModel
 from normswap.inputs import Inputs
 
 # Reads of data that carry no tag in PyTorch's own op table.
 _DATA_READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "tolist"}
 _DATA_READ_METHODS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 _HOOK_SLOTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_FLAGS = (
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 def stale_read(value: Any, *writers: Any) -> Any:
@@ -60,7 +57,10 @@ def hook_read(value: Any, module: str) -> Any:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of one module: ``path`` is its canonical name, ``number`` counts its calls."""
+    """One call of one module: ``path`` is its canonical name, ``number`` counts its calls.
+
+    ``arguments`` holds the tensors that it was called with, by position or keyword.
+    """
 
     path: str
     number: int
@@ -68,6 +68,8 @@ class ModuleCall:
     module_type: type[nn.Module]
     shape: tuple[int, ...] | None = None  # of its first tensor argument
     dtype: torch.dtype | None = None
+    arguments: dict[int | str, fx.Node] = field(default_factory=dict[int | str, fx.Node])
+    output: fx.Node | None = None  # where it returns one tensor
     flags: bool = False  # called with Python values that steer it (booleans, strings)
     reads_data: bool = False  # an input-dependent data read happened inside
 
@@ -124,7 +126,16 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(len(getattr(module, slot, ())) for slot in _HOOK_SLOTS)
+    hooks = [hook for slot in _HOOK_SLOTS for hook in getattr(module, slot, {}).values()]
+    return not all(isinstance(hook, PartOfModel) for hook in hooks)
+
+
+def _keep_own_hooks(module: nn.Module) -> None:
+    """Leave only those hooks that are part of the model."""
+    for slot in _HOOK_SLOTS:
+        hooks = getattr(module, slot, {}).items()
+        own = {number: hook for number, hook in hooks if isinstance(hook, PartOfModel)}
+        setattr(module, slot, OrderedDict(own))
 
 
 class _RunError(Exception):
@@ -234,8 +245,8 @@ def _make_twin(model: nn.Module, mode: FakeTensorMode | None, *, with_hooks: boo
     for module in twin.modules():
         module._compiled_call_impl = None
         if not with_hooks:
-            for slot in (*_HOOK_SLOTS, *_HOOK_FLAGS):
-                setattr(module, slot, OrderedDict())
+            _keep_own_hooks(module)
+    compute_in_batch(twin)
     return twin
 
 
@@ -300,6 +311,10 @@ class _Recorder(TorchDispatchMode):
             first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             if first is not None:
                 self.call.shape, self.call.dtype = tuple(first.shape), first.dtype
+            for key, value in (*enumerate(args), *kwargs.items()):
+                node = self._known(value)
+                if node is not None:
+                    self.call.arguments[key] = node
             self.calls.append(self.call)
             if observed:
                 self._observe(name, (args, kwargs))
@@ -311,6 +326,7 @@ class _Recorder(TorchDispatchMode):
             while self.call is not None and self.call.path != name:
                 self.call = self.call.parent
             if self.call is not None:
+                self.call.output = self._known(output)
                 self.call = self.call.parent
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -349,6 +365,12 @@ class _Recorder(TorchDispatchMode):
             self.stored[name].node = node
         self._bind(tensor, node)
         return node
+
+    def _known(self, value: Any) -> fx.Node | None:
+        """The node of a tensor that was recorded and is not stale."""
+        if not isinstance(value, Tensor) or not self._is_bound(value) or id(value) in self._stale:
+            return None
+        return self._nodes[id(value)][1]
 
     def _placeholder(self, name: str, tensor: Tensor, kind: str) -> fx.Node:
         node = self.graph.placeholder(name)

@@ -11,19 +11,19 @@ and a branch that must take the same map are one question: do all asked maps agr
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall
-from normswap.dataflow import Side, Step, Value, op_name, rule_for
+from normswap.dataflow import RULES, Side, Step, Value, op_name, rule_for
 from normswap.forms import StoredTensor
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program
 
-MAX_VISITS = 20_000
+MAX_VISITS = 50_000
 
 
 @dataclass
@@ -56,9 +56,18 @@ class _State:
 
 class _Push:
     def __init__(
-        self, program: Program, starts: set[fx.Node], fixed: set[fx.Node], *, against: bool
+        self,
+        program: Program,
+        starts: set[fx.Node],
+        fixed: set[fx.Node],
+        written: set[fx.Node],
+        left: Mapping[Value, Map],
+        *,
+        against: bool,
     ) -> None:
         self.program = program
+        self.written = written
+        self.left = left
         self.starts = starts
         self.fixed = fixed
         self.against = against
@@ -103,7 +112,10 @@ class _Push:
                 return rule_for(op).relate_side(op, value, m, self.program)
             return rule_for(op).relate(op, value, m, self.program)
         except Blocked as blocked:
-            raise self._explained(state, blocked, value, op) from None
+            explained = self._explained(state, blocked, value, op)
+            explained.scale = blocked.scale
+            explained.place, explained.maps = (value, op), dict(state.maps)
+            raise explained from None
 
     def _explained(self, state: _State, blocked: Blocked, value: Value, op: fx.Node) -> Blocked:
         """The reason with its place and, off the straight way, how the push got there."""
@@ -146,7 +158,9 @@ class _Push:
             try:
                 self.set(state, target, m, op, detour)
             except Blocked as blocked:
-                raise self._on_detour(detour, blocked.code, blocked.detail) from None
+                explained = self._on_detour(detour, blocked.code, blocked.detail)
+                explained.place, explained.maps = (target, op), dict(state.maps)
+                raise explained from None
 
     def set(
         self,
@@ -157,6 +171,8 @@ class _Push:
         detour: str | None = None,
     ) -> None:
         """Give ``target`` the map that ``origin`` asks for, and queue the ops next to it."""
+        if self._has_already(target, m):
+            return
         if target in self.fixed:
             raise Blocked("other-reader", f"{describe(node_of(target))} must stay as it is")
         known = state.maps.get(target)
@@ -172,11 +188,25 @@ class _Push:
         state.maps[target] = m
         if detour is not None:
             state.detours[target] = detour
+        producers = [] if target in self.written else _producers(target)
+        # The last one is visited first. What writes a value to be centred tells more about why it
+        # cannot be than one of its many readers.
+        around = [*node.users, *producers] if isinstance(m, Centre) else [*producers, *node.users]
         state.queue += [
             (target, op)
-            for op in dict.fromkeys([*_producers(target), *node.users])
+            for op in dict.fromkeys(around)
             if op is not origin and op not in self.starts
         ]
+
+    def _has_already(self, target: Value, m: Map) -> bool:
+        """Whether a value needs nothing more to have a map."""
+        done = self.left.get(target)
+        if done is not None and done.same(m):
+            return True
+        if not isinstance(m, Centre) or isinstance(target, Side) or target in self.written:
+            return False
+        rule = RULES.get(op_name(_op_of(target))) if target.op == "call_function" else None
+        return rule is not None and rule.already_centred(_op_of(target), m, self.program)
 
 
 def push(
@@ -186,6 +216,8 @@ def push(
     fixed: Iterable[fx.Node],
     *,
     against: bool,
+    written: Iterable[fx.Node] = (),
+    left: Mapping[Value, Map] | None = None,
 ) -> Pushed:
     """Push ``maps`` from the ops ``starts`` until parameters absorb them.
 
@@ -195,11 +227,14 @@ def push(
         starts: ops that are not asked (they are what the maps are taken from).
         fixed: values that the push must leave as they are (on the far side of ``starts``).
         against: whether the push goes against the flow (for the wording of a refusal).
+        written: values that get their map from an op put behind them, so that what writes them is
+            not asked.
+        left: maps that values have already, from an earlier push.
 
     Raises:
         Blocked: some path ends at something that cannot take its map.
     """
-    pushing = _Push(program, set(starts), set(fixed), against=against)
+    pushing = _Push(program, set(starts), set(fixed), set(written), left or {}, against=against)
     state = _State({}, {}, [], {})
     for node, m in maps:
         pushing.set(state, node, m, None)
@@ -230,7 +265,7 @@ def commit(program: Program, pushed: Pushed) -> None:
         current = program.current(tensor.name)
         virtual = "virtual" in tensor.node.meta if tensor.node is not None else False
         if virtual and current[1] == 0:
-            if isinstance(m, Scale):
+            if isinstance(m, (Scale, Centre)):
                 continue  # a bias that does not exist yet is zero
             program.assign(tensor.name, "constant", value=0.0, shape=list(tensor.shape))
             current = program.current(tensor.name)

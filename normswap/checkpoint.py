@@ -282,14 +282,15 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def guard_for(plans: Iterable[Plan]) -> str | None:
+def guard_for(plans: Iterable[Plan], *, config_unties: bool = False) -> str | None:
     """The name of the tensor that is stored in a wrong shape, as a guard.
 
     It makes every load into the original architecture raise, also those that only warn of missing
     and unexpected names (`from_pretrained`, `strict=False`). First choice is a vector that the
     original architecture has and the changed one has not; it is stored empty. Where both have the
-    same tensors, one of a swapped norm is stored with an axis of size 1 in front. None if the
-    original architecture computes the same from the same tensors.
+    same tensors, one of a changed module is stored with an axis of size 1 in front. None if the
+    original architecture computes the same from the same tensors. ``config_unties``: a separated
+    table is noted in the configuration, which the original architecture reads.
     """
     plans = list(plans)
     for plan in plans:
@@ -298,6 +299,13 @@ def guard_for(plans: Iterable[Plan]) -> str | None:
             if name in read:
                 return name
     for plan in plans:
+        for edit in plan.module_edits:
+            if edit.kind in ("add_bias", "bias_node"):
+                return str(edit.params["weight"])
+            if edit.kind == "untie" and not config_unties:
+                return str(edit.params["name"])
+        if any(edit.kind == "centre" for edit in plan.module_edits):
+            return next(r.target for r in plan.mapping if r.op != "dropped" and r.sources)
         plain = all(r.op == "copy" and r.sources == (r.target,) for r in plan.mapping)
         if plain and all(site.status == "exact" for site in plan.sites):
             continue
@@ -359,7 +367,9 @@ def apply_plan(
                 f"{src}: was written by normswap ({store.marker.get('rewrites')}), so the plan "
                 "was not made for it; apply the plan to the original"
             )
-        manifest = Manifest((plan,), architecture, guard=guard_for([plan]))
+        config_unties = (architecture or {}).get("kind") == "transformers"
+        guard = guard_for([plan], config_unties=config_unties)
+        manifest = Manifest((plan,), architecture, guard=guard)
         _stream(plan, store, stage, manifest, max_shard_size, progress)
         manifest.write(stage)
         if complete is not None:

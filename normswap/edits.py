@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from normswap.errors import NormswapError
+from normswap.hooks import ApplyChildren, MeanCentring
 from normswap.plan import ModuleEdit
 from normswap.program import run_edits
 from normswap.targets import Construction
@@ -102,16 +103,6 @@ def _replace_norm(
     return new
 
 
-class ApplyChildren:
-    """A forward hook that applies the children of a norm, one after the other, to its result."""
-
-    def __call__(self, module: nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
-        """``children(…(output))``."""
-        for child in module.children():
-            output = child(output)
-        return output
-
-
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -156,7 +147,7 @@ def _switch_fast_path_off(model: nn.Module, parent: str, undo: Undo) -> None:
                 _set_attribute(encoder, name, False, undo)
 
 
-def _set_attribute(module: nn.Module, name: str, value: Any, undo: Undo) -> None:
+def _set_attribute(module: Any, name: str, value: Any, undo: Undo) -> None:
     before = getattr(module, name)
     setattr(module, name, value)
     undo.append(lambda: setattr(module, name, before))
@@ -336,6 +327,37 @@ def _op_out_channels(op: fx.Node, weight: torch.Tensor) -> int:
     return weight.shape[0]
 
 
+def _centre(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
+    """An op that removes the mean of what a module returns, or of one of its arguments."""
+    module = model.get_submodule(edit.module)
+    hook = MeanCentring(edit.params["axis"], edit.params["argument"])
+    if hook.argument is None:
+        handle = module.register_forward_hook(hook)
+    else:
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    undo.append(handle.remove)
+
+
+def _untie(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
+    """A parameter of its own where two modules shared one, and the config that says so."""
+    slots = model.get_submodule(edit.module)._parameters
+    leaf = edit.params["name"].rpartition(".")[2]
+    shared = slots[leaf]
+    assert shared is not None
+    slots[leaf] = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+    undo.append(lambda: slots.update({leaf: shared}))
+    for config in _configs(model):
+        if getattr(config, "tie_word_embeddings", False):
+            _set_attribute(config, "tie_word_embeddings", False, undo)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a transformers model that say whether its tables are tied."""
+    config: Any = getattr(model, "config", None)
+    text: Any = getattr(config, "get_text_config", None)
+    return [c for c in (config, None if text is None else text(decoder=True)) if c is not None]
+
+
 MODULE_EDITS: dict[str, Callable[[nn.Module, ModuleEdit, Undo], None]] = {
     "identity": _identity,
     "keep_children": _keep_children,
@@ -343,5 +365,7 @@ MODULE_EDITS: dict[str, Callable[[nn.Module, ModuleEdit, Undo], None]] = {
     "neutralise": _neutralise,
     "erase_node": _erase_node,
     "bias_node": _bias_node,
+    "centre": _centre,
+    "untie": _untie,
 }
 """Every kind of structural edit."""

@@ -128,18 +128,34 @@ def _returned_dtype(module: nn.Module, site: NormSite, dtype: torch.dtype) -> to
     return None
 
 
-def difference(site: NormSite, new: NewNorm, shape: tuple[int, ...] | None) -> float | None:
-    """Relative difference in true float64 on random parameters and inputs; ``None`` if not run."""
+def difference(
+    site: NormSite,
+    new: NewNorm,
+    shape: tuple[int, ...] | None,
+    *,
+    centred: bool = False,
+    zeroed: str | None = None,
+) -> float | None:
+    """Relative difference in true float64 on random parameters and inputs; ``None`` if not run.
+
+    ``centred``: on inputs without a mean over the axes of the site's statistics. ``zeroed``: a
+    tensor of the site that is zero by then.
+    """
     assert site.module is not None
     assert site.spec is not None
     if new.spec is None:
         return None
     generator = torch.Generator().manual_seed(0)
     old = _drawn(site.module, generator)
+    if zeroed is not None:
+        getattr(old, zeroed).data.zero_()
     fresh = _drawn(new.module, generator)
     _fill(old, site.spec, fresh, new.spec, scale_factor(site, new))
     fresh.train(old.training)
-    errors = [_compare(old, fresh, x) for x in _inputs(site, shape, generator)]
+    inputs = _inputs(site, shape, generator)
+    if centred:
+        inputs = [x - x.mean(site.spec.axes, keepdim=True) for x in inputs]
+    errors = [_compare(old, fresh, x) for x in inputs]
     known = [e for e in errors if e is not None]
     return max(known) if known else None
 

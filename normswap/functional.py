@@ -24,6 +24,19 @@ def functional_norms(capture: Capture, modules: set[str]) -> Iterator[NormSite]:
         capture: the recorded run.
         modules: canonical names of the norm modules, whose own ops are not counted again.
     """
+    for site, _ in _with_nodes(capture, modules):
+        yield site
+
+
+def functional_nodes(
+    capture: Capture, modules: set[str]
+) -> Iterator[tuple[NormSite, fx.Node | None]]:
+    """The same sites, each with its node where one op is the whole norm."""
+    for site, node in _with_nodes(capture, modules):
+        yield site, node if op_name(node) in _KINDS else None
+
+
+def _with_nodes(capture: Capture, modules: set[str]) -> Iterator[tuple[NormSite, fx.Node]]:
     counts: Counter[str] = Counter()
     for node in capture.graph.nodes:
         if node.op != "call_function" or any(c.path in modules for c in calls_around(node)):
@@ -37,7 +50,7 @@ def functional_norms(capture: Capture, modules: set[str]) -> Iterator[NormSite]:
         number = counts[f"{where}:{op}"]
         counts[f"{where}:{op}"] += 1
         name = f"{where}:{op}#{number}".lstrip(":")
-        yield NormSite(name, (name,), None, spec, calls=1)
+        yield NormSite(name, (name,), None, spec, calls=1), node
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:

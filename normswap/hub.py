@@ -179,7 +179,7 @@ def save(
         plans,
         None if spec is None else spec.to_dict(),
         f"{type(inner).__module__}.{type(inner).__qualname__}",
-        guard_for(plans),
+        guard_for(plans, config_unties=architecture.is_transformers_model(inner)),
     )
     with staged_directory(directory, overwrite=overwrite) as stage:
         _write_weights(stage, tensors, aliases, manifest, max_shard_size)
@@ -286,6 +286,8 @@ def apply_to_directory(
             return
         if (source / "config.json").is_file():
             config = read_json(source / "config.json") | {"normswap": [plan.rewrite]}
+            if any(edit.kind == "untie" for edit in plan.module_edits):
+                _note_untied(config)
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             (stage / "config.json").write_text(text, encoding="utf-8")
         carry_files(source, stage)
@@ -301,6 +303,14 @@ def apply_to_directory(
         progress=progress,
     )
     return plan
+
+
+def _note_untied(config: dict[str, Any]) -> None:
+    """Say in a configuration, and in that of its text model, that tables are not tied."""
+    config["tie_word_embeddings"] = False
+    for part in config.values():
+        if isinstance(part, dict) and "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
 
 
 # Loading
@@ -586,8 +596,14 @@ import normswap
 model = normswap.load("path/to/this/directory"{arch})
 ```
 
-The weights do not fit the unchanged architecture; loading them into it raises.
+{_fit(manifest)}
 """
+
+
+def _fit(manifest: Manifest) -> str:
+    if manifest.guard is None:
+        return "The unchanged architecture loads it too, and computes the same."
+    return "The weights do not fit the unchanged architecture; loading them into it raises."
 
 
 def _checked(report: Report) -> str:

@@ -4,7 +4,8 @@ A map is a relation between a value before (*old*) and after (*new*) the rewrite
 
 * :class:`Scale`: ``new = v * old``, or with ``inverse`` ``old = v * new`` (which allows zeros);
 * :class:`Shift`: ``new = old + v``, or with ``negative`` ``new = old - v``;
-* :class:`Centre`: ``new = old - mean(old)`` over the positions that share a label of ``v``.
+* :class:`Centre`: ``new = old - mean(old)`` over the positions that share a label of ``v``;
+* :class:`Level`: ``new = old + c`` with any ``c`` that is constant along the axes of ``v``.
 
 ``v`` is a :class:`~normswap.program.Vector`, so a map moves with reshapes, slices and
 permutations by applying them to ``v``; ``fill`` stands where a value is left alone.
@@ -12,23 +13,30 @@ permutations by applying them to ``v``; ``fill`` stands where a value is left al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, fx
 
 from normswap.errors import NormswapError
-from normswap.program import Vector
+from normswap.program import Program, Vector, groups_of
 
 
 class Blocked(NormswapError):  # noqa: N818 - an answer, not a fault
     """A map cannot pass: ``code`` names the kind of reason, the message tells it."""
 
-    def __init__(self, code: str, detail: str) -> None:
+    def __init__(self, code: str, detail: str, scale: fx.Node | None = None) -> None:
         super().__init__(detail)
         self.code = code
         self.detail = detail
+        self.scale = scale
+        """A product with a stored vector that a centring could pass if the vector were 1."""
+        self.place: tuple[Any, fx.Node] | None = None
+        """The value that could not take its map, and the op that said so."""
+        self.maps: dict[Any, Map] = {}
+        """The values that had a map by then."""
 
 
 @dataclass(frozen=True)
@@ -136,19 +144,122 @@ class Shift(Map):
 
 @dataclass(frozen=True)
 class Centre(Map):
-    """``new = old - mean(old)`` over the positions of the axes that share a label."""
+    """``new = old - mean(old)`` over the positions of the axes that share a label.
+
+    ``vector`` holds labels from 0 on, in order of first appearance; ``-1`` marks positions that
+    are left alone. An axis along which positions never share a label has size 1.
+    """
 
     kind: ClassVar[str] = "centring"
     fill: ClassVar[float] = -1.0
 
+    @classmethod
+    def over(cls, program: Program, shape: Sequence[int], axes: Iterable[int]) -> Centre:
+        """The mean over whole ``axes`` of a value of ``shape``."""
+        sizes = [size if axis in set(axes) else 1 for axis, size in enumerate(shape)]
+        return cls(Vector(program, program.emit("constant", value=0.0, shape=sizes), tuple(sizes)))
+
     def carried(self, shape: tuple[int, ...], to: tuple[int, ...]) -> Map:
-        """The map after a reshape, which must keep each centred axis whole or merge it alone."""
-        axes = self.axes
-        moved = self.at(lambda v: v.carried(shape, to, squash=False))
-        if torch.Size(self.vector.shape).numel() != torch.Size(moved.vector.shape).numel():
-            raise Blocked("axis-mismatch", f"reshapes the centred axis {sorted(axes)} with others")
-        return moved
+        """The map after a reshape of its value: each position keeps the others it is averaged with.
+
+        Where a centred axis is merged with another, there is one mean for each position of that.
+        """
+        groups = groups_of(shape, to)
+        involved = {a for before, _ in groups if set(before) & self.axes for a in before}
+        sizes = [size if axis in involved else 1 for axis, size in enumerate(shape)]
+        labels = self._labels().expand(sizes)
+        others = [a for a in involved if self.vector.shape[a] == 1 and shape[a] > 1]
+        if others:
+            count = int(labels.max()) + 1
+            index = torch.zeros(sizes, dtype=labels.dtype)
+            for axis in others:
+                along = [shape[axis] if a == axis else 1 for a in range(len(shape))]
+                index = index * shape[axis] + torch.arange(shape[axis]).reshape(along)
+            labels = torch.where(labels < 0, labels, labels + count * index)
+        result: list[int] = []
+        for before, after in groups:
+            result += [to[axis] if set(before) & self.axes else 1 for axis in after]
+        return self._of(labels.reshape(result))
+
+    def _labels(self) -> Tensor:
+        return self.vector.value.reshape(self.vector.shape).long()
+
+    def _of(self, labels: Tensor) -> Centre:
+        """The map with these labels, in the one form that equal maps have."""
+        program = self.vector.program
+        whole = bool((labels == 0).all())
+        labels = labels if whole else _shrunk(labels)
+        shape, flat = tuple(labels.shape), labels.reshape(-1)
+        size, block = flat.numel(), int((flat == flat[0]).sum())
+        if whole or bool((flat == 0).all()):
+            ref = program.emit("constant", value=0.0, shape=list(shape))
+        elif torch.equal(flat, torch.arange(size) // block):
+            ref = program.emit("blocks", size=size, block=block)
+            ref = program.emit("reshape", ref, shape=list(shape))
+        else:
+            ref = program.emit("table", values=flat.double().tolist())
+            ref = program.emit("reshape", ref, shape=list(shape))
+        return Centre(Vector(program, ref, shape))
+
+    def at(self, move: Callable[[Vector], Vector]) -> Map:
+        """The same map on the value that ``move`` makes of this one."""
+        moved = move(self.vector)
+        return self._of(moved.value.reshape(moved.shape).long())
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every position is left alone."""
+        return bool((self.vector.value < 0).all())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one mean, over all positions."""
+        return bool((self.vector.value == 0).all())
 
     def same(self, other: Map) -> bool:
         """Whether both do the same."""
         return isinstance(other, Centre) and self.vector.same(other.vector)
+
+
+def _shrunk(labels: Tensor) -> Tensor:
+    """Labels in order of first appearance; axes that share no label between positions shrunk."""
+    for axis, size in enumerate(labels.shape):
+        if size == 1 or size == labels.numel():
+            continue
+        rows = labels.movedim(axis, 0).reshape(size, -1)
+        renamed = torch.stack([_in_order(row) for row in rows])
+        sets = [set(row.tolist()) - {-1} for row in rows]
+        disjoint = sum(map(len, sets)) == len(set[int]().union(*sets))
+        if disjoint and bool((renamed == renamed[0]).all()):
+            kept = [1 if a == axis else s for a, s in enumerate(labels.shape)]
+            labels = renamed[0].reshape(kept)
+    return _in_order(labels.reshape(-1)).reshape(labels.shape)
+
+
+def _in_order(labels: Tensor) -> Tensor:
+    """The same partition, its parts numbered in order of first appearance."""
+    numbers: dict[int, int] = {-1: -1}
+    return torch.tensor([numbers.setdefault(label, len(numbers) - 1) for label in labels.tolist()])
+
+
+@dataclass(frozen=True)
+class Level(Map):
+    """``new = old + c`` with any ``c`` that is constant along the axes of ``vector`` of size > 1.
+
+    What a shift of a key makes of attention scores: a softmax along those axes does not see it.
+    """
+
+    kind: ClassVar[str] = "level"
+    fill: ClassVar[float] = 0.0
+
+    def carried(self, shape: tuple[int, ...], to: tuple[int, ...]) -> Map:
+        """The map after a reshape, which must leave its axes whole."""
+        for before, after in groups_of(shape, to):
+            wide = [a for a in before if shape[a] > 1], [a for a in after if to[a] > 1]
+            if set(before) & self.axes and max(map(len, wide)) > 1:
+                raise Blocked("axis-mismatch", "reshapes the axis of a softmax with others")
+        return self.at(lambda v: v.carried(shape, to, squash=False))
+
+    def same(self, other: Map) -> bool:
+        """Whether both do the same."""
+        return isinstance(other, Level) and self.vector.shape == other.vector.shape

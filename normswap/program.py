@@ -93,21 +93,29 @@ def _centre(x: Tensor, labels: Tensor) -> Tensor:
     ``labels`` broadcasts against ``x``; its axes of size above 1 are the centred ones.
     """
     axes = [axis for axis, size in enumerate(labels.shape) if size > 1]
-    out = x.clone()
-    for label in labels.unique().tolist():
-        if label < 0:
-            continue
-        member = (labels == label).to(x.dtype)
-        mean = (x * member).sum(axes, keepdim=True) / member.sum()
-        out = out - mean * member
-    return out
+    if bool((labels == 0).all()):
+        return x - x.mean(axes, keepdim=True) if axes else torch.zeros_like(x)
+    order = [*axes, *(axis for axis in range(x.dim()) if axis not in axes)]
+    moved = x.permute(order)
+    rows = moved.reshape(labels.numel(), -1)
+    label = labels.reshape(-1).long()
+    count = int(label.max()) + 2  # the last row takes what is left alone
+    label = torch.where(label < 0, count - 1, label)
+    sums = rows.new_zeros(count, rows.shape[1]).index_add_(0, label, rows)
+    sums /= torch.bincount(label, minlength=count).clamp_min(1)[:, None]
+    sums[count - 1] = 0
+    back = [order.index(axis) for axis in range(x.dim())]
+    return (rows - sums[label]).reshape(moved.shape).permute(back)
 
 
 TENSOR_OPS: dict[str, Callable[..., Tensor]] = {
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "constant": lambda *, value, shape: torch.full(shape, value, dtype=torch.float64),
+    "table": lambda *, values: torch.tensor(values, dtype=torch.float64),
+    "blocks": lambda *, size, block: torch.arange(size, dtype=torch.float64) // block,
     "like": lambda x, *, value: torch.full_like(x, value),
+    "nonzero": lambda x: torch.where(x == 0, 1.0, x),
     "reshape": lambda x, *, shape: x.reshape(shape),
     "expand": lambda x, *, shape: x.expand(shape),
     "permute": lambda x, *, dims: x.permute(dims),
@@ -393,7 +401,7 @@ class Vector:
         full = list(self.shape)
         result: list[int] = []
         regrouped: list[int] = []
-        for before, after in _groups(shape, to):
+        for before, after in groups_of(shape, to):
             if all(self.shape[axis] == 1 for axis in before):
                 result += [1] * len(after)
                 continue
@@ -406,7 +414,7 @@ class Vector:
         return moved.squashed(regrouped) if squash else moved
 
 
-def _groups(shape: Sequence[int], to: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def groups_of(shape: Sequence[int], to: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The finest split of two shapes of the same size into runs of axes of equal product."""
     if math.prod(shape) == 0:
         return [(list(range(len(shape))), list(range(len(to))))]

@@ -38,6 +38,11 @@ def undo(plan: Plan, model: nn.Module) -> nn.Module:
         raise NormswapError(
             "there is nothing to undo: only a swap of this session can be, not one read from a file"
         )
+    if any(edit.params.get("folded") for edit in edits):
+        raise NormswapError(
+            "the norms' scales were folded into other layers, so putting the old norms back would "
+            "apply them twice: use the original model"
+        )
     result = model
     for edit in edits:
         kept = plan.previous[edit.module]

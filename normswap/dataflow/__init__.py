@@ -14,7 +14,7 @@ Notation of the comments: ``x`` input, ``y`` output, ``W`` weight, ``b`` bias; a
 """
 
 from normswap.dataflow.contractions import Contraction
-from normswap.dataflow.norm_ops import batch_norm_operands
+from normswap.dataflow.norm_ops import affine_axes, batch_norm_operands, norm_axes, norm_call
 from normswap.dataflow.rule import (
     CASTS,
     PERMUTATIONS,
@@ -38,8 +38,11 @@ __all__ = [
     "Side",
     "Step",
     "Value",
+    "affine_axes",
     "batch_norm_operands",
     "is_stored",
+    "norm_axes",
+    "norm_call",
     "op_name",
     "rule_for",
 ]

@@ -9,19 +9,17 @@ from typing import Any
 from torch import fx
 
 from normswap.dataflow.rule import (
-    CASTS,
     Rule,
     Side,
     Step,
     Value,
     argument,
-    down,
     is_stored,
     named_value,
     only_on,
     op_name,
     shape_of,
-    up,
+    zero,
 )
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program, Vector
@@ -82,8 +80,8 @@ class Contraction(Rule):
         if source is x:
             return self._from_input(node, m, program)
         if source is weight:
-            along = self.from_weight(node, m) if isinstance(m, Scale) else None
-            if along is None:
+            along = None if isinstance(m, Shift) else self.from_weight(node, m)
+            if along is None or (isinstance(m, Centre) and along[0]):
                 raise Blocked("shared", "another call reads the same weight")
             return [
                 self._input_side(node, along[1]) if along[0] else self._output_side(node, along[1])
@@ -99,7 +97,8 @@ class Contraction(Rule):
         if side.node is not self.operands(node)[1]:
             return self.relate(node, side.node, m, program)
         channels = self.side_channels(node, m, inputs=side.inputs)
-        if channels is None or not isinstance(m, Scale):
+        usable = isinstance(m, Scale) or (isinstance(m, Centre) and not side.inputs)
+        if channels is None or not usable:
             raise Blocked("shared", "another call reads the same weight")
         return [
             self._input_side(node, channels) if side.inputs else self._output_side(node, channels)
@@ -147,6 +146,8 @@ class Contraction(Rule):
         x, _, bias = self.operands(node)
         axis = self.axes(node)[1]
         if m.axes and axis not in m.axes and self._passes_through(node, m):
+            if isinstance(m, Centre):
+                return [[(x, m), *self._dropped(bias, program)]]
             if _exists(bias, program):
                 raise Blocked("axis-mismatch", f"adds a bias along axis {axis}")
             if isinstance(m, Shift):
@@ -173,6 +174,10 @@ class Contraction(Rule):
         ref = program.emit("multiply", m.vector.ref, sums.ref)
         return m.at(lambda v: Vector(program, ref, tuple(shape)))
 
+    def _dropped(self, bias: fx.Node | None, program: Program) -> Step:
+        """A bias that is constant along a centred axis is all mean."""
+        return [(bias, zero(program, 1))] if _exists(bias, program) and bias is not None else []
+
     def _passes_through(self, node: fx.Node, m: Map) -> bool:
         """Whether the axes of the map are plain batch axes of the contraction."""
         return False
@@ -183,6 +188,8 @@ class Contraction(Rule):
         if m.axes and axis not in m.axes and self._passes_through(node, m):
             if isinstance(m, Shift):
                 return [[(node, self._mixed(node, m, program))]]
+            if isinstance(m, Centre):
+                return [[(node, m), *self._dropped(bias, program)]]
             if _exists(bias, program):
                 raise Blocked("axis-mismatch", "adds a bias along another axis")
             return [[(node, m)]]
@@ -201,7 +208,11 @@ class Contraction(Rule):
         taken = self.taken(node, channels.vector.expand((size,)), program)
         moved = Shift(taken, m.negative)
         onward: Step = [(node, self._spread(moved, shape_of(node), self.axes(node)[1]))]
-        return [[(bias, moved.negated())], onward] if bias is not None else [onward]
+        if bias is None:
+            return [onward]
+        taken_in: Step = [(bias, moved.negated())]
+        # A bias is made only where nothing further on makes up for the shift.
+        return [taken_in, onward] if _exists(bias, program) else [onward, taken_in]
 
 
 @dataclass(frozen=True)
@@ -400,52 +411,6 @@ class Convolution(Contraction):
                 raise Blocked("zero-padding", "its border (or its stride) is short of taps")
         elif any(padding):
             raise Blocked("zero-padding", "pads with zeros, where the shift is missing")
-
-
-@dataclass(frozen=True)
-class MatMul(Rule):
-    """``y = A B``: rows belong to ``A``, columns to ``B``, the contracted axis to both."""
-
-    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
-        """A scale goes to the operand that holds its axis."""
-        a, b = (argument(node, i, n) for i, n in ((0, "self"), (1, "other")))
-        if a is b or not isinstance(m, Scale) or min(len(shape_of(a)), len(shape_of(b))) < 2:
-            return self._shift(node, a, b, source, m)
-        if source is node:
-            rank = len(shape_of(node))
-            rows = rank - 2 in m.axes
-            if rows and rank - 1 in m.axes:
-                raise Blocked("axis-mismatch", "varies on rows and columns")
-            target = a if rows else b
-            return [[(target, down(m, shape_of(target)))]]
-        rank = len(shape_of(source))
-        contracted = rank - 1 if source is a else rank - 2
-        if contracted not in m.axes:
-            return [[(node, up(m, shape_of(node)))]]
-        other = b if source is a else a
-        dims = [*range(rank - 2), rank - 1, rank - 2]
-        moved = m.inverted().at(lambda v: v.permute(dims))
-        return [[(other, down(moved, shape_of(other)))]]
-
-    def _shift(self, node: fx.Node, a: fx.Node, b: fx.Node, source: fx.Node, m: Map) -> list[Step]:
-        """A shift of ``B``'s columns passes if each row of ``A`` sums to 1 (a softmax)."""
-        if a is b or not isinstance(m, Shift) or source is a or not _rows_sum_to_one(a):
-            raise Blocked("op", f"a {m.kind} does not pass a matrix product")
-        rank = len(shape_of(node))
-        only_on(up(m, shape_of(node)), [rank - 1, *range(rank - 2)], "the product")
-        if source is node:
-            return [[(b, down(m, shape_of(b)))]]
-        return [[(node, up(m, shape_of(node)))]]
-
-
-def _rows_sum_to_one(node: fx.Node) -> bool:
-    while node.op == "call_function" and op_name(node) in (CASTS | {"dropout"}):
-        if op_name(node) == "dropout" and argument(node, 2, "train", True):
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    if node.op != "call_function" or op_name(node) not in {"softmax", "_softmax"}:
-        return False
-    return argument(node, 1, "dim") in (-1, len(shape_of(node)) - 1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from normswap.dataflow.moves import either, piece_of, whole_of
+from normswap.dataflow.moves import either, kept_axes, moved_axes, piece_of, whole_of
 from normswap.dataflow.rule import (
     NONNEGATIVE,
     PASS,
@@ -19,13 +19,18 @@ from normswap.dataflow.rule import (
     down,
     is_stored,
     named_value,
+    only_on,
     op_name,
     shape_of,
     two_operands,
     up,
+    varies_on,
 )
-from normswap.maps import Blocked, Centre, Map, Scale, Shift
+from normswap.maps import Blocked, Centre, Level, Map, Scale, Shift
 from normswap.program import Program, Vector
+
+# A score this low has weight 0 in a softmax, whatever is added to the others.
+HIDDEN_SCORE = -1e4
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,12 @@ class Adding(Rule):
         operands = two_operands(node)
         tensors = [v for v in operands if isinstance(v, fx.Node)]
         for value in operands:
-            if not isinstance(value, fx.Node) and value and m.kind != "shift":
+            if not isinstance(value, fx.Node) and value and m.kind not in ("shift", "level"):
                 raise Blocked("op", f"adds the number {value}")
         if m.kind == "shift":
             return self._shift(node, operands, source, m)
+        if isinstance(m, Level):
+            return level_onward(node, source, m)
         on_output = m if source is node else up(m, shape_of(node))
         step: Step = [(node, on_output)]
         step += [(v, down(on_output, shape_of(v))) for v in dict.fromkeys(tensors)]
@@ -81,6 +88,13 @@ class Adding(Rule):
         return steps
 
 
+def level_onward(node: fx.Node, source: fx.Node, m: Level) -> list[Step]:
+    """A level goes with the flow only: it is there for the softmax that does not see it."""
+    if source is node:
+        raise Blocked("op", "a level does not go back")
+    return [[(node, up(m, shape_of(node)))]]
+
+
 @dataclass(frozen=True)
 class Alike(Rule):
     """``where``, ``stack``, ``maximum`` …: every value operand and the output take the map.
@@ -90,6 +104,8 @@ class Alike(Rule):
 
     values: Callable[[fx.Node], list[Any]]
     scale: str = PASS
+    mask: Callable[[fx.Node], Any] = lambda node: None  # what decides position by position
+    elementwise: bool = False  # decides by the values themselves
 
     def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
         """The same map everywhere."""
@@ -97,6 +113,14 @@ class Alike(Rule):
         tensors = [v for v in values if isinstance(v, fx.Node)]
         if source is not node and source not in tensors:
             raise Blocked("op", "a value that decides between others")
+        if isinstance(m, Level):
+            if any(not _hides(v) for v in values if v is not source):
+                raise Blocked("op", "puts another value in")
+            return level_onward(node, source, m)
+        if isinstance(m, Centre):
+            axes = m.axes if source is node else up(m, shape_of(node)).axes
+            if self.elementwise or varies_on(self.mask(node), axes, len(shape_of(node))):
+                raise Blocked("op", "decides for each position of the centred axis")
         if isinstance(m, Scale) and self.scale == NONNEGATIVE:
             m.require_nonnegative()
         for value in values:
@@ -105,6 +129,92 @@ class Alike(Rule):
         on_output = m if source is node else up(m, shape_of(node))
         step: Step = [(node, on_output)]
         return [step + [(v, down(on_output, shape_of(v))) for v in dict.fromkeys(tensors)]]
+
+
+def _hides(value: Any) -> bool:
+    """Whether a score of this value counts for nothing in a softmax."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("value")
+    return isinstance(value, (int, float)) and value <= HIDDEN_SCORE
+
+
+@dataclass(frozen=True)
+class Written(Rule):
+    """``index_put``, ``index_add`` …: some positions of ``x`` are replaced or added to.
+
+    The value and what is written take the same map on the axes that are not indexed.
+    ``parts`` gives what is written and, for each axis of ``x`` that is not indexed, its axis there.
+    """
+
+    parts: Callable[[fx.Node], tuple[fx.Node, dict[int, int]]]
+    adds: Callable[[fx.Node], bool] = lambda node: False
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """See the class."""
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        written, places = self.parts(node)
+        if source not in (node, x, written) or isinstance(m, Level):
+            raise Blocked("op", "the positions that are written to")
+        rank, inner = len(shape_of(x)), len(shape_of(written))
+        if source is written:
+            m = moved_axes(m, {new: old for old, new in places.items()}, rank)
+        if isinstance(m, Shift) and self.adds(node):  # the sum's other part stays as it is
+            if source is written:
+                raise Blocked("op", "adds to some positions only")
+            return [[(node, m), (x, m)]]
+        return [[(node, m), (x, m), (written, moved_axes(m, places, inner))]]
+
+
+def index_put_parts(node: fx.Node) -> tuple[fx.Node, dict[int, int]]:
+    """``index_put(x, indices, values)``."""
+    x, indices, values = node.args[:3]
+    assert isinstance(x, fx.Node)
+    assert isinstance(values, fx.Node)
+    rank = len(shape_of(x))
+    indexed = [i for i in indices if i is not None]  # type: ignore[union-attr]
+    own = max(len(shape_of(i)) for i in indexed)  # type: ignore[arg-type]
+    result = rank - len(indexed) + own
+    places = kept_axes(list(indices), rank, result)  # type: ignore[arg-type]
+    lead = result - len(shape_of(values))
+    return values, {a: p - lead for a, p in places.items() if p >= lead}
+
+
+def one_axis_parts(position: int) -> Callable[[fx.Node], tuple[fx.Node, dict[int, int]]]:
+    """``index_add(x, dim, index, source)``: ``source`` has the axes of ``x``."""
+
+    def parts(node: fx.Node) -> tuple[fx.Node, dict[int, int]]:
+        x, axis, written = node.args[0], node.args[1], node.args[position]
+        assert isinstance(x, fx.Node)
+        assert isinstance(written, fx.Node)
+        assert isinstance(axis, int)
+        rank = len(shape_of(x))
+        return written, {a: a for a in range(rank) if a != axis % rank}
+
+    return parts
+
+
+@dataclass(frozen=True)
+class Filling(Rule):
+    """``masked_scatter(x, mask, source)``: rows of ``source`` replace chosen rows of ``x``."""
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """The same map on the last axis, whole rows of which are replaced."""
+        x, mask, rows = node.args[:3]
+        assert isinstance(x, fx.Node)
+        assert isinstance(rows, fx.Node)
+        if source not in (node, x, rows) or isinstance(m, Level):
+            raise Blocked("op", "the positions that are written to")
+        size, rank = shape_of(x)[-1], len(shape_of(x))
+        if shape_of(rows)[-1:] != (size,) or varies_on(mask, [rank - 1], rank):
+            raise Blocked("op", "does not replace whole rows")
+        only_on(m, [len(m.vector.shape) - 1], "the op replaces rows and")
+        return [
+            [
+                (value, m.reshape(*[1] * (len(shape_of(value)) - 1), m.vector.shape[-1]))
+                for value in (node, x, rows)
+            ]
+        ]
 
 
 @dataclass(frozen=True)
@@ -139,6 +249,8 @@ class Concatenating(Rule):
         lifted = m.carried(shape_of(source), kept)
         if isinstance(m, Centre) and axis in lifted.axes:
             raise Blocked("op", "concatenates along the centred axis")
+        if isinstance(m, Level):
+            raise Blocked("op", "puts another value beside it")
         others: Step = [(p, lifted.carried(k, shape_of(p))) for p, _, _, k in pieces]
         only: Step = [(node, whole_of(lifted, axis, begin, end, start))]
         steps = either(lifted, axis, only, [(node, lifted), *others])
@@ -184,8 +296,8 @@ class Multiplying(Rule):
             ratio = 1 / factor if source is node else factor
             moved = m.at(lambda v: v.op("times", v.shape, factor=ratio))
             return [[(value if source is node else node, moved)]]
-        if m.kind == "centring" and isinstance(value, fx.Node):
-            return self._centre(node, value, factor, source, m)
+        if isinstance(m, (Centre, Level)):
+            return self._linear(node, operands, source, m)
         raise Blocked("op", f"a {m.kind} does not pass a product of values")
 
     def _scale(self, node: fx.Node, operands: list[Any], source: fx.Node, m: Scale) -> list[Step]:
@@ -230,14 +342,38 @@ class Multiplying(Rule):
             return [[(value, down(moved, shape_of(value)))]]
         return [[(node, moved)]]
 
-    def _centre(
-        self, node: fx.Node, value: fx.Node, factor: Any, source: fx.Node, m: Map
+    def _linear(
+        self, node: fx.Node, operands: list[Any], source: fx.Node, m: Centre | Level
     ) -> list[Step]:
-        if isinstance(factor, fx.Node):
-            on_output = m if source is node else up(m, shape_of(node))
-            rank = len(shape_of(factor))
-            lead = len(shape_of(node)) - rank
-            if any(a >= lead and shape_of(factor)[a - lead] != 1 for a in on_output.axes):
-                raise Blocked("op", "multiplies by a value that varies on the centred axis")
-        other = down(m, shape_of(value)) if source is node else up(m, shape_of(node))
-        return [[(value if source is node else node, other)]]
+        """A map that commutes with what is constant along its axes."""
+        rank = len(shape_of(node))
+        on_output = m if source is node else up(m, shape_of(node))
+        values = [v for v in operands if varies_on(v, on_output.axes, rank)]
+        if source is not node and source not in values:
+            values.append(source)
+        factors = [v for v in values if v is not source]
+        if source is node:
+            factors = values[1:] if len(values) > 1 else []
+            stored = [v for v in values if is_stored(v)]
+            factors = stored[:1] if len(values) > 1 and stored else factors
+            values = [v for v in values if v not in factors]
+        for factor in factors:
+            self._require_constant(node, factor, on_output)
+        value = source if source is not node else next(iter(values), None)
+        if value is None or (op_name(node) == "div" and value is operands[1]):
+            raise Blocked("op", "divides by the value" if value else "has no factor on that axis")
+        if isinstance(m, Level):
+            return level_onward(node, source, m)
+        return [[(value, down(m, shape_of(value)))] if source is node else [(node, on_output)]]
+
+    def _require_constant(self, node: fx.Node, factor: fx.Node, m: Map) -> None:
+        """Raise unless the factor's values are all alike along the axes of the map."""
+        scale = None
+        if is_stored(factor):
+            value = named_value(m.vector.program, factor).value
+            rank = len(shape_of(node))
+            value = value.reshape([1] * (rank - value.dim()) + list(value.shape))
+            if all(bool((value == value.narrow(a, 0, 1)).all()) for a in m.axes):
+                return
+            scale = node
+        raise Blocked("op", f"multiplies by a value that varies on the axis of the {m.kind}", scale)

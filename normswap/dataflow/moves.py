@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from normswap.dataflow.rule import Rule, Step, argument, down, op_name, permutation, shape_of, up
@@ -113,7 +114,18 @@ def piece_of(whole: Map, axis: int, start: int, stop: int, step: int = 1) -> Map
     """A map on a value, on its positions ``start:stop:step`` of ``axis``."""
     if axis not in whole.axes:
         return whole
+    if isinstance(whole, Centre) and not _is_apart(whole, axis, start, stop, step):
+        raise Blocked("raw-reader", "takes a part of the centred axis, which has a mean of its own")
     return whole.at(lambda v: v.slice(axis, start, stop, step))
+
+
+def _is_apart(m: Centre, axis: int, start: int, stop: int, step: int) -> bool:
+    """Whether positions ``start:stop:step`` are averaged with none of the others."""
+    labels = m.vector.value.reshape(m.vector.shape).movedim(axis, 0)
+    inside = torch.zeros(labels.shape[0], dtype=torch.bool)
+    inside[start:stop:step] = True
+    parts = [set(labels[chosen].flatten().tolist()) - {-1} for chosen in (inside, ~inside)]
+    return not parts[0] & parts[1]
 
 
 def whole_of(piece: Map, axis: int, start: int, stop: int, size: int, step: int = 1) -> Map:
@@ -130,6 +142,69 @@ def whole_of(piece: Map, axis: int, start: int, stop: int, size: int, step: int 
         return v.expand(shape).embed(axis, start, stop, size, piece.fill, step)
 
     return piece.at(embed)
+
+
+@dataclass(frozen=True)
+class Repeating(Rule):
+    """``repeat``: copies side by side; the map may not vary along an axis with several."""
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """The map, aligned at the last axis."""
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        times = list(argument(node, 1, "repeats", argument(node, 1, "dims")))
+        rank = len(shape_of(node))
+        times = [1] * (rank - len(times)) + times
+        aligned = m if source is node else up(m, shape_of(node))
+        if any(times[axis] != 1 for axis in aligned.axes):
+            before = [1] * (rank - len(shape_of(x))) + list(shape_of(x))
+            if source is node and all(before[axis] == 1 for axis in aligned.axes):
+                return [[(x, down(m, shape_of(x)))]]  # repeated from one position
+            raise Blocked("axis-mismatch", "repeats the mapped axis")
+        return [[(x, down(m, shape_of(x)))]] if source is node else [[(node, aligned)]]
+
+
+@dataclass(frozen=True)
+class Indexing(Rule):
+    """``x[:, ids]``: positions of some axes by tensors of indices; the map is on the others."""
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """The map with its axes where the op puts them."""
+        x, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+        assert isinstance(x, fx.Node)
+        if source is not node and source is not x:
+            raise Blocked("op", "the positions of a lookup")
+        places = kept_axes(indices, len(shape_of(x)), len(shape_of(node)))
+        if source is node:
+            back = {new: old for old, new in places.items()}
+            return [[(x, moved_axes(m, back, len(shape_of(x))))]]
+        if not m.axes <= set(places):
+            raise Blocked("axis-mismatch", "picks positions of the mapped axis")
+        return [[(node, moved_axes(m, places, len(shape_of(node))))]]
+
+
+def kept_axes(indices: Sequence[object], rank: int, result: int) -> dict[int, int]:
+    """Axes of ``x`` that are not indexed → axes of ``x[indices]``, which has rank ``result``."""
+    if any(isinstance(i, fx.Node) and i.meta["dtype"] == torch.bool for i in indices):
+        raise Blocked("data-dependent", "picks positions by a mask")
+    indexed = [axis for axis, index in enumerate(indices) if index is not None]
+    others = [axis for axis in range(rank) if axis not in indexed]
+    count = result - len(others)
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if together else 0  # apart, the index's own axes come first
+    return {a: a if a < first and together else i + count for i, a in enumerate(others)}
+
+
+def moved_axes(m: Map, places: dict[int, int], rank: int) -> Map:
+    """A map with its axes at other places of a value of ``rank``."""
+    if not m.axes <= set(places):
+        raise Blocked("axis-mismatch", "the mapped axis comes from the indices")
+    varying = sorted(m.axes, key=lambda axis: places[axis])
+    shape = [1] * rank
+    for axis in varying:
+        shape[places[axis]] = m.vector.shape[axis]
+    rest = [axis for axis in range(len(m.vector.shape)) if axis not in m.axes]
+    return m.at(lambda v: v.permute([*rest, *varying]).reshape(shape))
 
 
 @dataclass(frozen=True)

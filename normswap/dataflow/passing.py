@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from normswap.dataflow.rule import (
+    ACTIVATION,
     BLOCK,
     NONNEGATIVE,
     PASS,
@@ -18,7 +19,7 @@ from normswap.dataflow.rule import (
     require_nonnegative,
     shape_of,
 )
-from normswap.maps import Blocked, Map, Scale
+from normswap.maps import Blocked, Centre, Level, Map, Scale, Shift
 from normswap.program import Program
 
 
@@ -86,11 +87,30 @@ def check_dropout(node: fx.Node, m: Map) -> None:
 
 
 @dataclass(frozen=True)
+class Softmax(Rule):
+    """``softmax`` over one axis: what is added to all of its positions alike is not seen."""
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """Nothing to do for a constant or a mean on that axis."""
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        axis = argument(node, 1, "dim") % len(shape_of(x))
+        if source is x and (
+            (isinstance(m, Shift) and axis not in m.axes)
+            or (isinstance(m, Level) and axis in m.axes)
+            or (isinstance(m, Centre) and m.axes == frozenset({axis}) and m.is_whole)
+        ):
+            return [[]]
+        raise Blocked(ACTIVATION, f"a {m.kind} does not pass")
+
+
+@dataclass(frozen=True)
 class Reducing(Rule):
     """A mean, maximum or sum over other axes than the mapped one."""
 
     scale: str = PASS
     shift: str = PASS
+    centre: str = PASS
 
     def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
         """The map without the reduced axes."""
@@ -101,7 +121,8 @@ class Reducing(Rule):
         dims = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
         reduced = {d % len(shape) for d in dims}
         kept = [1 if axis in reduced else size for axis, size in enumerate(shape)]
-        if {"scale": self.scale, "shift": self.shift}.get(m.kind, PASS) == BLOCK:
+        passes = {"scale": self.scale, "shift": self.shift, "centring": self.centre}
+        if passes.get(m.kind, BLOCK) == BLOCK:
             raise Blocked("op", f"a {m.kind} does not pass")
         if m.kind == "scale" and self.scale == NONNEGATIVE:
             assert isinstance(m, Scale)
@@ -109,7 +130,8 @@ class Reducing(Rule):
         if source is node:
             return [[(x, m.carried(shape_of(node), tuple(kept)))]]
         if m.axes & reduced:
-            raise Blocked("axis-mismatch", "reduces over the mapped axis")
+            code = "raw-reader" if isinstance(m, Centre) else "axis-mismatch"
+            raise Blocked(code, "reduces over the mapped axis")
         return [[(node, m.carried(tuple(kept), shape_of(node)))]]
 
 

@@ -5,14 +5,14 @@ A value is an activation, a stored tensor, or one side of a stored weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from normswap.maps import Blocked, Map, Scale
+from normswap.maps import Blocked, Centre, Map, Scale
 from normswap.program import Program, Vector
 
 
@@ -113,6 +113,10 @@ class Rule:
         """The same for one side of a weight; most ops know a weight as a whole only."""
         return self.relate(node, side.node, m, program)
 
+    def already_centred(self, node: fx.Node, m: Centre, program: Program) -> bool:
+        """Whether the output is its own image under ``m``."""
+        return False
+
     def constraint(self, node: fx.Node, source: Value, m: Map) -> Any:
         """What ``source`` takes part in: an op may hold several independent constraints."""
         return node
@@ -128,7 +132,12 @@ def only_on(m: Map, axes: Sequence[int], what: str) -> None:
 
 
 def down(m: Map, shape: Sequence[int]) -> Map:
-    """A map on an output, on an operand of ``shape`` that is broadcast to it."""
+    """A map on an output, on an operand of ``shape`` that is broadcast to it.
+
+    What is constant along a centred axis is all mean: nothing is left of it.
+    """
+    if isinstance(m, Centre) and m.is_whole and _is_broadcast(m.axes, len(m.vector.shape), shape):
+        return zero(m.vector.program, len(shape))
     try:
         moved = m.at(lambda v: v.with_rank(len(shape)))
     except ValueError:
@@ -136,6 +145,33 @@ def down(m: Map, shape: Sequence[int]) -> Map:
     if any(moved.vector.shape[axis] != shape[axis] for axis in moved.axes):
         raise Blocked("axis-mismatch", "an operand is broadcast along the mapped axis")
     return moved
+
+
+def _is_broadcast(axes: Iterable[int], rank: int, shape: Sequence[int]) -> bool:
+    """Whether an operand of ``shape`` has size 1 on all of ``axes`` of a value of ``rank``."""
+    kept = [axis - (rank - len(shape)) for axis in axes]
+    return all(axis < 0 or shape[axis] == 1 for axis in kept)
+
+
+def zero(program: Program, rank: int) -> Scale:
+    """The scale that leaves nothing."""
+    shape = (1,) * rank
+    return Scale(Vector(program, program.emit("constant", value=0.0, shape=list(shape)), shape))
+
+
+def varies_on(value: Any, axes: Iterable[int], rank: int) -> bool:
+    """Whether an operand has more than one position on any of ``axes`` of a value of ``rank``.
+
+    A tensor that was expanded along the axis does not vary on it.
+    """
+    if not isinstance(value, fx.Node):
+        return False
+    while value.op == "call_function" and op_name(value) in EXPANDS:
+        source = value.args[0]
+        assert isinstance(source, fx.Node)
+        value = source
+    shape = shape_of(value)
+    return not _is_broadcast(axes, rank, shape)
 
 
 def up(m: Map, shape: Sequence[int]) -> Map:
@@ -199,6 +235,9 @@ PERMUTATIONS = {
     "numpy_T",
     "mT",
 }
+
+
+EXPANDS = {"expand", "expand_as", "broadcast_to"}
 
 
 RESHAPES = {

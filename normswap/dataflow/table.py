@@ -12,14 +12,24 @@ from normswap.dataflow.contractions import (
     Convolution,
     Linear,
     Lookup,
-    MatMul,
 )
-from normswap.dataflow.joins import Adding, Alike, Concatenating, Multiplying
+from normswap.dataflow.joins import (
+    Adding,
+    Alike,
+    Concatenating,
+    Filling,
+    Multiplying,
+    Written,
+    index_put_parts,
+    one_axis_parts,
+)
 from normswap.dataflow.moves import (
     Expanding,
+    Indexing,
     Padding,
     Permuting,
     Rearranging,
+    Repeating,
     Reshaping,
     Slicing,
     Splitting,
@@ -28,27 +38,31 @@ from normswap.dataflow.moves import (
     pixel_shuffle,
     pixel_unshuffle,
 )
-from normswap.dataflow.norm_ops import FixedNorm, NormWithAffine
+from normswap.dataflow.norm_ops import FixedNorm, NormCall, NormWithAffine, norm_call
 from normswap.dataflow.passing import (
     First,
     Passing,
     Reducing,
     ShapeOnly,
+    Softmax,
     check_average,
     check_cast,
     check_dropout,
     last,
     one_axis,
 )
+from normswap.dataflow.products import Attention, Einsum, MatMul
 from normswap.dataflow.rule import (
     ACTIVATION,
     BLOCK,
     CASTS,
+    EXPANDS,
     NONNEGATIVE,
     PASS,
     PERMUTATIONS,
     RESHAPES,
     Rule,
+    argument,
     op_name,
 )
 from normswap.maps import Blocked
@@ -63,7 +77,7 @@ _NONLINEAR = (
     "gelu", "silu", "sigmoid", "tanh", "relu6", "hardtanh", "hardswish", "hardsigmoid", "mish",
     "elu", "celu", "selu", "softplus", "logsigmoid", "log_sigmoid", "exp", "log", "clamp",
     "clamp_min", "clamp_max", "erf", "sin", "cos", "sqrt", "rsqrt", "pow", "reciprocal",
-    "softmax", "_softmax", "log_softmax", "threshold", "softsign", "square", "glu", "hardshrink",
+    "log_softmax", "threshold", "softsign", "square", "glu", "hardshrink",
     "softshrink", "round", "floor", "sign",
 )  # fmt: skip
 
@@ -95,6 +109,7 @@ RULES: dict[str, Rule] = {
         ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
         Passing(check=check_dropout),
     ),
+    **dict.fromkeys(("softmax", "_softmax"), Softmax()),
     # other axes only
     **{f"max_pool{n}d": _max_pool[n] for n in (1, 2, 3)},
     **{f"max_pool{n}d_with_indices": First(_max_pool[n]) for n in (1, 2, 3)},
@@ -115,8 +130,8 @@ RULES: dict[str, Rule] = {
     "index_select": Passing(axes=one_axis(1)),
     "cumsum": Passing(axes=one_axis(1), shift=BLOCK),
     "mean": Reducing(),
-    "amax": Reducing(scale=NONNEGATIVE),
-    "amin": Reducing(scale=NONNEGATIVE),
+    "amax": Reducing(scale=NONNEGATIVE, centre=BLOCK),
+    "amin": Reducing(scale=NONNEGATIVE, centre=BLOCK),
     "sum": Reducing(shift=BLOCK),
     # moves
     **dict.fromkeys(RESHAPES, Reshaping()),
@@ -125,7 +140,10 @@ RULES: dict[str, Rule] = {
     "pixel_unshuffle": Rearranging(pixel_unshuffle),
     "channel_shuffle": Rearranging(channel_shuffle),
     "native_channel_shuffle": Rearranging(channel_shuffle),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), Expanding()),
+    **dict.fromkeys(EXPANDS, Expanding()),
+    **dict.fromkeys(("repeat", "tile"), Repeating()),
+    "repeat_interleave": Passing(axes=one_axis(2)),
+    "index": Indexing(),
     **dict.fromkeys(("slice", "select", "narrow"), Slicing()),
     "unfold": Unfolding(),
     **dict.fromkeys(_SPLITS, Splitting()),
@@ -134,22 +152,31 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "rsub"), Adding()),
     **dict.fromkeys(("mul", "div", "true_divide", "multiply"), Multiplying()),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), Concatenating()),
-    "where": Alike(lambda node: list(node.args[1:3])),
-    "masked_fill": Alike(lambda node: [node.args[0], node.args[2]]),
+    "where": Alike(lambda node: list(node.args[1:3]), mask=lambda node: node.args[0]),
+    "masked_fill": Alike(lambda node: [node.args[0], node.args[2]], mask=lambda node: node.args[1]),
     **dict.fromkeys(
-        ("maximum", "minimum"), Alike(lambda node: list(node.args[:2]), scale=NONNEGATIVE)
+        ("maximum", "minimum"),
+        Alike(lambda node: list(node.args[:2]), scale=NONNEGATIVE, elementwise=True),
     ),
+    "index_put": Written(index_put_parts, adds=lambda node: bool(argument(node, 3, "accumulate"))),
+    "index_add": Written(one_axis_parts(3), adds=lambda node: True),
+    "index_copy": Written(one_axis_parts(3)),
+    "masked_scatter": Filling(),
     # contractions
     "linear": Linear(),
     "addmm": Linear(transposed=True),
     **dict.fromkeys((*RANKS, *TRANSPOSED_RANKS, "convolution"), Convolution()),
     **dict.fromkeys(("matmul", "bmm", "mm"), MatMul()),
+    "baddbmm": MatMul(added=True),
+    "einsum": Einsum(),
+    "scaled_dot_product_attention": Attention(),
     "embedding": Lookup(),
     # norms
     **dict.fromkeys(("batch_norm", "instance_norm"), FixedNorm()),
     **dict.fromkeys(
         ("_native_batch_norm_legit_no_training", "native_batch_norm"), First(FixedNorm())
     ),
+    "norm_call": NormCall(),
     "layer_norm": NormWithAffine(weight=2, bias=3, centres=True),
     "rms_norm": NormWithAffine(weight=2, bias=None),
     "group_norm": NormWithAffine(weight=2, bias=3, channel=True),
@@ -172,6 +199,7 @@ def rule_for(node: fx.Node) -> Rule:
     if node.target is stale_read:
         raise Blocked("stale-alias", "the value is read after a write to another view of it")
     rule = RULES.get(op_name(node))
-    if rule is None or not isinstance(node.target, torch._ops.OpOverload):
+    known = isinstance(node.target, torch._ops.OpOverload) or node.target is norm_call
+    if rule is None or not known:
         raise Blocked("op", f"nothing is known of the op {op_name(node)}")
     return rule

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from normswap.forms import stored_tensors
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.probe import configuration, probe
 from normswap.program import Program, Ref
+from normswap.rewrites.to_rmsnorm import Conversion
 from normswap.spec import NormSpec
 from normswap.targets import (
     Construction,
@@ -61,6 +63,7 @@ def plan_swap_norms(
     calls: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     functional: Iterable[NormSite] = (),
     bypassed: Collection[str] = (),
+    conversion: Conversion | None = None,
 ) -> Plan:
     """Decide for every norm that a key of ``mapping`` stands for what it becomes.
 
@@ -73,6 +76,7 @@ def plan_swap_norms(
         calls: shape and dtype of the input of each norm in a recorded run, by name.
         functional: norms of that run that are no modules; they are answered, not swapped.
         bypassed: names of norms whose tensors that run read without calling them.
+        conversion: layer norms whose inputs were made zero-mean, by other edits.
 
     Raises:
         NormswapError: a key or method that is not known.
@@ -81,7 +85,10 @@ def plan_swap_norms(
         raise NormswapError('method="calibrate" is not available yet: use "copy" and fine-tune')
     if method not in METHODS:
         raise NormswapError(f"method {method!r} is none of {', '.join(METHODS)}")
-    return _Swapping(model, mapping, where, method, calls or {}, functional, bypassed).plan()
+    swapping = _Swapping(
+        model, mapping, where, method, calls or {}, functional, bypassed, conversion
+    )
+    return swapping.plan()
 
 
 class _Swapping:
@@ -94,7 +101,9 @@ class _Swapping:
         calls: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         functional: Iterable[NormSite],
         bypassed: Collection[str],
+        conversion: Conversion | None,
     ) -> None:
+        self.conversion = conversion
         self.bypassed = bypassed
         self.functional = functional
         self.calls = calls
@@ -107,6 +116,8 @@ class _Swapping:
         self.assignments: list[tuple[str, Ref, list[int]]] = []
         self.result = Plan("swap_norms", fingerprint(model))
         self.program = Program(lambda _: None, lambda name: self.by_name[name].shape)
+        if conversion is not None:
+            self.program = conversion.surgery.program
 
     def plan(self) -> Plan:
         for site in find_modules(self.model):
@@ -137,7 +148,10 @@ class _Swapping:
         # All values are read before the first is assigned: norms may share their tensors.
         for target, ref, shape in self.assignments:
             self.program.assign(target, "reshape", ref, shape=shape)
-        self.result.edits = self.program.edits()
+        if self.conversion is None:
+            self.result.edits = self.program.edits()
+        else:
+            self.conversion.finish(self.result)
         return self.result
 
     def _swap(self, site: NormSite, value: Value) -> None:
@@ -145,11 +159,23 @@ class _Swapping:
         assert site.spec is not None
         shape, dtype = self.calls.get(site.name, (None, None))
         site = with_width(site, shape)
+        converted = self.conversion.done.get(site.name) if self.conversion else None
+        zeroed = None
+        if converted is not None and converted.without_shift:
+            assert site.spec is not None
+            zeroed = site.spec.bias
+            site = replace(site, spec=replace(site.spec, bias=None))
         new = _new_norm(site, value, shape)
         self._require_fit(site, new, shape, dtype)
-        error = None if self.method == "init" else self._difference(site, new)
+        centred = converted is not None
+        error = None
+        if self.method != "init":
+            error = self._difference(site, new, centred=centred, zeroed=zeroed)
         exact = error is not None and error <= EXACT
+        blocked = self.conversion.refused.get(site.name) if self.conversion else None
         if self.method == "exact" and not exact:
+            if blocked is not None:
+                raise Refused(blocked.code, blocked.detail)
             raise Refused("not-equivalent", why_not_equivalent(site, new, error))
         if site.module is not None and _has_hooks(site.module):
             self.result.notes.append(f"the hooks of {site.name!r} were moved to the new norm")
@@ -157,8 +183,11 @@ class _Swapping:
         action = f"swapped for {type(new.module).__name__}"
         if new.construction is not None and new.construction.note:
             action += f" ({new.construction.note})"
+        if converted is not None:
+            action += converted.words
         status = "initialised" if self.method == "init" else "exact" if exact else "approximate"
-        self._answer(site, action, status, None, "", error)
+        detail = f"not exact: {blocked.detail}" if blocked is not None and not exact else ""
+        self._answer(site, action, status, None, detail, error)
 
     def _require_fit(
         self,
@@ -176,14 +205,15 @@ class _Swapping:
                 require_same_dtype(site, new, dtype)
             self.fitting.add(key)
 
-    def _difference(self, site: NormSite, new: NewNorm) -> float | None:
+    def _difference(
+        self, site: NormSite, new: NewNorm, *, centred: bool, zeroed: str | None
+    ) -> float | None:
         """As measured, once for all sites of one class and configuration."""
         shape = self.calls.get(site.name, (None, None))[0]
-        key = (_alike(site, new), shape)
-        if key[0] is None:
-            return difference(site, new, shape)
-        if key not in self.measured:
-            self.measured[key] = difference(site, new, shape)
+        key = (_alike(site, new), shape, centred, zeroed)
+        if key[0] is not None and key in self.measured:
+            return self.measured[key]
+        self.measured[key] = difference(site, new, shape, centred=centred, zeroed=zeroed)
         return self.measured[key]
 
     def _carry(self, site: NormSite, new: NewNorm, *, exact: bool) -> None:
@@ -202,6 +232,8 @@ class _Swapping:
                 self._fill_fresh(new, prefix, name, tensor)
         self._names(site, new)
         params: dict[str, Any] = {"names": list(site.names), "parameters": roles}
+        if self.conversion is not None and self.conversion.is_folded(site.name):
+            params["folded"] = True
         params["origins"] = origins  # new name → old tensor and what was done to it
         if new.construction is not None:
             params["class"] = new.construction.class_name
@@ -310,6 +342,17 @@ def _new_norm(site: NormSite, value: Value, shape: tuple[int, ...] | None) -> Ne
         )
     found = probe(module)
     return NewNorm(construction, builder, module, found if isinstance(found, NormSpec) else None)
+
+
+def makes_rms(value: Value, site: NormSite) -> bool:
+    """Whether a value of a mapping makes an RMS norm of a site; a callable is not called for it."""
+    if not isinstance(value, (type, str)):
+        return False
+    try:
+        new = _new_norm(site, value, None)
+    except NormswapError:
+        return False
+    return new.spec is not None and new.spec.kind == "rms"
 
 
 def _alike(site: NormSite, new: NewNorm) -> object | None:

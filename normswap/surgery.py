@@ -1,0 +1,195 @@
+"""A recorded model on which edits are planned: its graph, the program of its weights, its norms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from normswap.biases import VirtualBiases, add_virtual_biases
+from normswap.capture import Capture, ModuleCall, capture
+from normswap.channelmap import Pushed, commit, push
+from normswap.dataflow import is_stored, op_name
+from normswap.find import GraphSite
+from normswap.forms import StoredTensor
+from normswap.graph_norms import norms_in_graph
+from normswap.graphs import final_readers
+from normswap.inputs import Inputs
+from normswap.maps import Blocked, Scale
+from normswap.plan import MappingRow, ModuleEdit, Plan
+from normswap.program import Edit, Program, Vector
+
+
+@dataclass
+class Surgery:
+    """What several rewrites share when they edit one model together.
+
+    Attributes:
+        model: the model; it is not changed.
+        capture: its recorded run; each norm's call is one node of the graph.
+        program: the weight edits so far.
+        sites: layer and RMS norms, modules and functional.
+        biases: biases that do not exist yet.
+        ties: tensors that are separated from the one they are tied to, with the edit.
+        ops: for the mapping: what was done to each edited tensor.
+    """
+
+    model: nn.Module
+    capture: Capture
+    program: Program
+    sites: list[GraphSite]
+    biases: VirtualBiases
+    ties: dict[str, tuple[StoredTensor, ModuleEdit]] = field(
+        default_factory=dict[str, "tuple[StoredTensor, ModuleEdit]"]
+    )
+    ops: dict[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def on(
+        cls,
+        model: nn.Module,
+        inputs: Inputs,
+        *,
+        new_biases: bool = True,
+        untie: bool = False,
+        read: Callable[[str], Tensor | None] | None = None,
+    ) -> Surgery:
+        """Record ``model`` on ``inputs``.
+
+        Args:
+            model: the model.
+            inputs: example inputs for the recorded run.
+            new_biases: whether layers without a bias may get one.
+            untie: whether a table that is also the output layer's weight may be separated from it.
+            read: gives the values of a stored tensor, or ``None``; by default the model's own.
+
+        Raises:
+            CaptureError: the model cannot be run on the inputs.
+        """
+        recorded = capture(model, inputs)
+        sites = norms_in_graph(model, recorded)
+        ties = _separate_tables(recorded) if untie else {}
+        biases = add_virtual_biases(model, recorded) if new_biases else {}
+        shapes = {t.name: t.shape for t in recorded.tensors.values()}
+        shapes |= {name: tensor.shape for name, (tensor, _) in (biases | ties).items()}
+
+        def own(name: str) -> Tensor | None:
+            owner, _, leaf = name.rpartition(".")
+            tensor = getattr(model.get_submodule(owner), leaf)
+            return None if tensor.is_meta else tensor
+
+        program = Program(read or own, shapes.__getitem__)
+        for name, (tensor, edit) in ties.items():  # what it is before anything else changes
+            source = program.current(edit.params["of"])
+            program.assign(name, "reshape", source, shape=list(tensor.shape))
+        return cls(model, recorded, program, sites, biases, ties)
+
+    def take(self, pushed: Pushed, op: str) -> None:
+        """Assign what the tensors of a push become."""
+        commit(self.program, pushed)
+        for tensor, _ in pushed.tensors():
+            self.ops.setdefault(tensor.name, op)
+
+    def fold_scale(self, product: fx.Node) -> Pushed:
+        """Put a stored vector that an activation is multiplied by into what writes the activation.
+
+        The vector becomes ones: ``v * x`` is ``1 * (v * x)``.
+
+        Raises:
+            Blocked: the activation's writer cannot take it, or the vector is read elsewhere too.
+        """
+        operands = [a for a in product.args[:2] if isinstance(a, fx.Node)]
+        vector = next(a for a in operands if is_stored(a))
+        value = next((a for a in operands if a is not vector), vector)
+        if op_name(product) != "mul" or is_stored(value):
+            raise Blocked("op", "is no product of an activation with a stored vector")
+        stored: StoredTensor = vector.meta["tensor"]
+        if final_readers(vector) != [product]:
+            raise Blocked("shared", f"{stored.name!r} is read elsewhere too")
+        known = Vector.of(self.program, stored.name, stored.shape)
+        scale = Scale(known.with_rank(len(value.meta["shape"])))
+        pushed = push(self.program, [(value, scale)], [product], [], against=True)
+        self.take(pushed, "fold")
+        self.program.assign(stored.name, "like", self.program.current(stored.name), value=1.0)
+        self.ops[stored.name] = "neutral"
+        return pushed
+
+    def finish(self, plan: Plan) -> None:
+        """Add the program's edits, what they need in the model's structure, and the mapping."""
+        edits = self._without_idle_ties(self.program.edits())
+        used = {edit.target for edit in edits}
+        plan.edits += edits
+        structure: list[ModuleEdit] = []
+        for name, (tensor, edit) in self.ties.items():
+            if name in used:
+                structure.append(edit)
+                plan.created[name] = {"shape": list(tensor.shape), "like": edit.params["of"]}
+        for name, (tensor, edit) in self.biases.items():
+            if name in used:
+                structure.append(edit)
+                like = name.rpartition(".")[0] + ".weight"
+                for alias in tensor.names:
+                    plan.created[alias] = {"shape": list(tensor.shape), "like": like}
+        plan.module_edits[:0] = structure
+        stored = {**self.capture.tensors, **{n: t for n, (t, _) in self.biases.items()}}
+        told = {row.target for row in plan.mapping}
+        for target, sources in self.program.stored_sources(edits).items():
+            if target in told or (target not in stored and target not in self.ties):
+                continue
+            op = "new" if target in self.biases else self.ops.get(target, "fold")
+            plan.mapping.append(MappingRow(target, sources, op, "exact"))
+            names = stored[target].names if target in stored else (target,)
+            separated = set(self.ties) & used
+            if target in separated and self.ops.get(target) is None:
+                plan.mapping[-1] = MappingRow(target, sources, "untie", "exact")
+            names = tuple(n for n in names if n == target or n not in separated)
+            if len(names) > 1:
+                plan.aliases[target] = list(names)
+
+    def _without_idle_ties(self, edits: list[Edit]) -> list[Edit]:
+        """The edits without the copies of tables that stay equal to what they are tied to."""
+        count = Counter(edit.target for edit in edits)
+        idle = {
+            name
+            for name, (_, edit) in self.ties.items()
+            if count[name] == 1 and not count[edit.params["of"]]
+        }
+        return [edit for edit in edits if edit.target not in idle]
+
+
+def _separate_tables(capture: Capture) -> dict[str, tuple[StoredTensor, ModuleEdit]]:
+    """Give each layer that reads an embedding table under a name of its own a tensor of its own."""
+    ties: dict[str, tuple[StoredTensor, ModuleEdit]] = {}
+    for tensor in list(capture.tensors.values()):
+        if tensor.node is None or len(tensor.names) < 2 or not _is_table(tensor.node):
+            continue
+        for reader in [u for u in tensor.node.users if op_name(u) == "linear"]:
+            call: ModuleCall | None = reader.meta.get("call")
+            if call is None:
+                continue
+            name = f"{call.path}.weight"
+            if name not in tensor.names or name == tensor.name:
+                continue
+            if name not in ties:
+                own = _placeholder(capture, tensor, name)
+                edit = ModuleEdit("untie", call.path, {"name": name, "of": tensor.name})
+                ties[name] = own, edit
+            own = ties[name][0]
+            assert own.node is not None
+            reader.replace_input_with(tensor.node, own.node)
+    return ties
+
+
+def _is_table(node: fx.Node) -> bool:
+    return any(op_name(user) == "embedding" and user.args[0] is node for user in node.users)
+
+
+def _placeholder(capture: Capture, tensor: StoredTensor, name: str) -> StoredTensor:
+    assert tensor.node is not None
+    with capture.graph.inserting_after(tensor.node):
+        node = capture.graph.placeholder(name.replace(".", "_"))
+    own = StoredTensor(name, (name,), tensor.shape, tensor.dtype, True, True, node)
+    node.meta = {**tensor.node.meta, "tensor": own}
+    return own
