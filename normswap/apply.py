@@ -126,12 +126,15 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> dict[str, 
         for name in edit.params["names"]
     )
     waiting: dict[str, Tensor] = {}
+    gone = set(plan.removed)
 
     def read(name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
         return getattr(model.get_submodule(path), leaf)
 
     def write(name: str, value: Tensor) -> None:
+        if name in gone:
+            return
         if name.startswith(replaced):
             waiting[name] = value
             return

@@ -120,7 +120,8 @@ class Surgery:
         """Add the program's edits, what they need in the model's structure, and the mapping."""
         edits = self._without_idle_ties(self.program.edits())
         used = {edit.target for edit in edits}
-        plan.edits += edits
+        gone = set(plan.removed)
+        plan.edits += _read_later(edits, gone)
         structure: list[ModuleEdit] = []
         for name, (tensor, edit) in self.ties.items():
             if name in used:
@@ -137,6 +138,9 @@ class Surgery:
         told = {row.target for row in plan.mapping}
         for target, sources in self.program.stored_sources(edits).items():
             if target in told or (target not in stored and target not in self.ties):
+                continue
+            if target in gone:
+                plan.mapping.append(MappingRow(target, (target,), "dropped", "exact"))
                 continue
             op = "new" if target in self.biases else self.ops.get(target, "fold")
             plan.mapping.append(MappingRow(target, sources, op, "exact"))
@@ -157,6 +161,17 @@ class Surgery:
             if count[name] == 1 and not count[edit.params["of"]]
         }
         return [edit for edit in edits if edit.target not in idle]
+
+
+def _read_later(edits: list[Edit], gone: set[str]) -> list[Edit]:
+    """The edits without what only writes to a tensor that the result does not have."""
+    kept: list[Edit] = []
+    read: set[str] = set()
+    for edit in reversed(edits):
+        if edit.target not in gone or edit.target in read:
+            read.update(edit.sources)
+            kept.append(edit)
+    return kept[::-1]
 
 
 def _separate_tables(capture: Capture) -> dict[str, tuple[StoredTensor, ModuleEdit]]:
