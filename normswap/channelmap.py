@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall
-from normswap.dataflow import RULES, Side, Step, Value, op_name, rule_for
+from normswap.dataflow import RULES, Side, Step, Value, norm_call, op_name, rule_for
 from normswap.forms import StoredTensor
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program
@@ -361,6 +361,8 @@ def describe(node: fx.Node) -> str:
         tensor = node.meta.get("tensor")
         return f"the {node.meta['kind']}" if tensor is None else repr(tensor.name)
     call = node.meta.get("call")
+    if node.target is norm_call:
+        return f"the norm {node.meta['site']!r}"
     name = op_name(_op_of(node))
     if call is None or not call.path:
         return name

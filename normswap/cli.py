@@ -17,9 +17,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, cast, get_type_hints
 
 import typer
 
@@ -171,60 +172,140 @@ def inspect_model(
     return DONE
 
 
-@_command("fold-bn")
-def fold_bn(
-    src: Source,
-    dst: Annotated[
-        Path | None,
-        typer.Argument(metavar="DST", help="Directory to write; not needed with --dry-run."),
-    ] = None,
-    arch: Arch = None,
-    arch_kwargs: ArchKwargs = None,
-    input_shape: InputShape = None,
-    inputs: InputFile = None,
-    where: Where = None,
-    dtype: Dtype = None,
-    max_shard_size: ShardSize = "5GB",
-    export: Export = None,
+@dataclass(frozen=True)
+class _Options:
+    """What every command that changes a model takes, with the texts of ``--help``."""
+
+    arch: Arch = None
+    arch_kwargs: ArchKwargs = None
+    input_shape: InputShape = None
+    inputs: InputFile = None
+    where: Where = None
+    dtype: Dtype = None
+    max_shard_size: ShardSize = "5GB"
+    export: Export = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan and report; change and write nothing.")
-    ] = False,
+    ] = False
     verify: Annotated[
         bool, typer.Option(help="Compare the outputs with the original's before writing.")
-    ] = True,
+    ] = True
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if any norm cannot be folded.")
-    ] = False,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-) -> int:
+        bool, typer.Option("--strict", help="Fail if any norm cannot be changed.")
+    ] = False
+    overwrite: Overwrite = False
+    as_json: AsJson = False
+
+    @property
+    def globs(self) -> list[str] | None:
+        """The norms that were chosen by name."""
+        return self.where or None
+
+    def model(self, src: Path) -> nn.Module:
+        """Load the source."""
+        return _load(src, self.arch, self.arch_kwargs, _dtype(self.dtype))
+
+
+def _changes(name: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
+    """Register a command that changes a model: its own options, and those of :class:`_Options`."""
+
+    def register(function: Callable[..., int]) -> Callable[..., None]:
+        # Typer reads the signature, whose annotations must be evaluated by now.
+        hints = get_type_hints(function, include_extras=True)
+        shared = get_type_hints(_Options, include_extras=True)
+        own = [
+            p.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[p.name])
+            for p in signature(function).parameters.values()
+            if p.name != "options"
+        ]
+        common = [
+            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=shared[f.name])
+            for f in fields(_Options)
+        ]
+
+        def run(**given: Any) -> int:
+            options = _Options(**{f.name: given.pop(f.name) for f in fields(_Options)})
+            return function(**given, options=options)
+
+        run.__doc__ = function.__doc__
+        run.__signature__ = Signature([*own, *common])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*own, *common)}
+        return _command(name)(run)
+
+    return register
+
+
+Target = Annotated[
+    Path | None,
+    typer.Argument(metavar="DST", help="Directory to write; not needed with --dry-run."),
+]
+Untie = Annotated[
+    bool,
+    typer.Option(
+        "--untie", help="Separate an output layer from the embedding table where the tie blocks."
+    ),
+]
+
+
+@_changes("fold-bn")
+def fold_bn(src: Source, dst: Target = None, *, options: _Options) -> int:
     """Fold the BatchNorms of a model into the layers beside them."""
     import normswap as ns
 
-    globs = where or None
-    output = _Output(dst, dry_run, overwrite, max_shard_size, tuple(export or ()), as_json)
+    where = options.globs
     return _rewrite(
         src,
-        output,
-        examples=_example_inputs(input_shape, inputs),
-        load=lambda: _load(src, arch, arch_kwargs, _dtype(dtype)),
-        plan=lambda model, examples: ns.plan_fold_batchnorm(model, examples, where=globs),
+        dst,
+        options,
+        plan=lambda model, examples: ns.plan_fold_batchnorm(model, examples, where=where),
         change=lambda model, examples: ns.fold_batchnorm(
-            model, examples, inplace=True, where=globs, verify=verify, strict=strict
+            model,
+            examples,
+            inplace=True,
+            where=where,
+            verify=options.verify,
+            strict=options.strict,
         ),
-        strict=strict,
-        verify=verify,
         nothing="no BatchNorm could be folded",
     )
 
 
-@_command("swap")
+@_changes("fold-affine")
+def fold_affine(
+    src: Source,
+    dst: Target = None,
+    scale_only: Annotated[
+        bool,
+        typer.Option(
+            "--scale-only",
+            help="Leave shifts in the norms, so that no layer gets a new bias and the unchanged "
+            "class loads the result.",
+        ),
+    ] = False,
+    untie: Untie = False,
+    *,
+    options: _Options,
+) -> int:
+    """Fold scale and shift of layer and RMS norms into the layers that read them."""
+    import normswap as ns
+
+    wish: dict[str, Any] = {"where": options.globs, "scale_only": scale_only, "untie": untie}
+    return _rewrite(
+        src,
+        dst,
+        options,
+        plan=lambda model, examples: ns.plan_fold_affine(model, examples, **wish),
+        change=lambda model, examples: ns.fold_affine(
+            model, examples, inplace=True, verify=options.verify, strict=options.strict, **wish
+        ),
+        nothing="nothing could be folded",
+    )
+
+
+@_changes("swap")
 def swap(
     src: Source,
-    dst: Annotated[
-        Path | None,
-        typer.Argument(metavar="DST", help="Directory to write; not needed with --dry-run."),
-    ] = None,
+    dst: Target = None,
     mapping: Annotated[
         list[str] | None,
         typer.Option(
@@ -234,46 +315,70 @@ def swap(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="auto, exact (refuse what is not equal), copy, or init.")
+        str,
+        typer.Option(
+            help="auto (exact where possible, with inputs), exact (refuse what is not equal), "
+            "copy, or init."
+        ),
     ] = "auto",
-    arch: Arch = None,
-    arch_kwargs: ArchKwargs = None,
-    input_shape: InputShape = None,
-    inputs: InputFile = None,
-    where: Where = None,
-    dtype: Dtype = None,
-    max_shard_size: ShardSize = "5GB",
-    export: Export = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan and report; change and write nothing.")
+    fold_affine: Annotated[
+        bool,
+        typer.Option(
+            "--fold-affine",
+            help="Fold the scales and shifts of exact RMS norms into their readers.",
+        ),
     ] = False,
-    verify: Annotated[
-        bool, typer.Option(help="Measure the difference of the outputs, if there are inputs.")
-    ] = True,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if any norm cannot be swapped.")
+    keep_class: Annotated[
+        bool,
+        typer.Option(
+            "--keep-class",
+            help="LayerNorm to RMSNorm: change weights only, so that the unchanged class loads "
+            "the result.",
+        ),
     ] = False,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    untie: Untie = False,
+    *,
+    options: _Options,
 ) -> int:
     """Swap norms for other norms, their trained parameters carried over."""
     import normswap as ns
 
-    kinds, globs = _mapping(mapping), where or None
-    output = _Output(dst, dry_run, overwrite, max_shard_size, tuple(export or ()), as_json)
+    kinds = _mapping(mapping)
+    wish: dict[str, Any] = {
+        "where": options.globs,
+        "method": method,
+        "fold_affine": fold_affine,
+        "keep_class": keep_class,
+        "untie": untie,
+    }
+    by_graph = method == "exact" or fold_affine or keep_class or untie
+
+    def inputs(model: nn.Module, examples: Any) -> Any:
+        return _own_inputs(model) if examples is None and by_graph else examples
+
     return _rewrite(
         src,
-        output,
-        examples=_example_inputs(input_shape, inputs),
-        load=lambda: _load(src, arch, arch_kwargs, _dtype(dtype)),
-        plan=lambda model, _: ns.plan_swap_norms(model, kinds, where=globs, method=method),
-        change=lambda model, examples: ns.swap_norms(
-            model, kinds, examples, method=method, where=globs, verify=verify, strict=strict
+        dst,
+        options,
+        plan=lambda model, given: ns.plan_swap_norms(model, kinds, inputs(model, given), **wish),
+        change=lambda model, given: ns.swap_norms(
+            model,
+            kinds,
+            inputs(model, given),
+            verify=options.verify,
+            strict=options.strict,
+            **wish,
         ),
-        strict=strict,
-        verify=verify,
         nothing="no norm could be swapped",
     )
+
+
+def _own_inputs(model: nn.Module) -> Any:
+    """What the model says of its own inputs."""
+    from normswap.inputs import resolve_inputs
+
+    inputs = resolve_inputs(model, None)
+    return inputs.kwargs or inputs.args
 
 
 def _mapping(texts: list[str] | None) -> dict[type[nn.Module] | str, Any]:
@@ -283,28 +388,13 @@ def _mapping(texts: list[str] | None) -> dict[type[nn.Module] | str, Any]:
     return {old.strip(): new.strip() for old, _, new in pairs}
 
 
-@dataclass(frozen=True)
-class _Output:
-    """Where and how a rewrite is written."""
-
-    dst: Path | None
-    dry_run: bool
-    overwrite: bool
-    max_shard_size: str
-    export: tuple[str, ...]
-    as_json: bool
-
-
 def _rewrite(
     src: Path,
-    output: _Output,
+    dst: Path | None,
+    options: _Options,
     *,
-    examples: Any,
-    load: Callable[[], nn.Module],
     plan: Callable[[nn.Module, Any], Plan],
     change: Callable[[nn.Module, Any], tuple[nn.Module, Report]],
-    strict: bool,
-    verify: bool,
     nothing: str,
 ) -> int:
     """Load, plan or change, write, and print the report."""
@@ -312,40 +402,41 @@ def _rewrite(
     from normswap.checkpoint import check_destination
     from normswap.export import check_targets
 
-    targets = [Path(target) for target in output.export]
-    if output.dst is None and not output.dry_run:
+    targets = [Path(target) for target in options.export or ()]
+    if dst is None and not options.dry_run:
         raise NormswapError("DST is missing (only --dry-run goes without)")
-    if output.dst is not None and not output.dry_run:
-        check_destination(output.dst, overwrite=output.overwrite)
-        check_targets(targets, overwrite=output.overwrite)
-    model = load()
+    if dst is not None and not options.dry_run:
+        check_destination(dst, overwrite=options.overwrite)
+        check_targets(targets, overwrite=options.overwrite)
+    examples = _example_inputs(options.input_shape, options.inputs)
+    model = options.model(src)
     try:
-        if output.dry_run:
-            report = _planned(plan(model, examples), model, strict=strict)
+        if options.dry_run:
+            report = _planned(plan(model, examples), model, strict=options.strict)
         else:
             with _status("changing the model"):
                 model, report = change(model, examples)
     except (RefusedError, VerificationError) as error:
         if error.report is not None:
-            _print_report(error.report, output.as_json)
+            _print_report(error.report, options.as_json)
         raise
     if report.plan is None or not report.plan.changed:
-        _print_report(report, output.as_json)
+        _print_report(report, options.as_json)
         typer.echo(f"error: {src}: {nothing}; nothing is written", err=True)
         return FAILED
-    if output.dst is not None and not output.dry_run:
-        with _status(f"writing {output.dst}"):
+    if dst is not None and not options.dry_run:
+        with _status(f"writing {dst}"):
             hub.save_with_exports(
                 model,
-                output.dst,
+                dst,
                 report,
                 exports=targets,
                 example_inputs=examples,
-                check=verify,
-                overwrite=output.overwrite,
-                max_shard_size=output.max_shard_size,
+                check=options.verify,
+                overwrite=options.overwrite,
+                max_shard_size=options.max_shard_size,
             )
-    _print_report(report, output.as_json)
+    _print_report(report, options.as_json)
     return DONE
 
 

@@ -104,7 +104,7 @@ class NormWithAffine(Rule):
         if source is node:
             targets = [bias] if isinstance(m, Shift) else [weight, bias]
             if isinstance(m, Centre):
-                raise Blocked("norm-writer", "scales each channel after its own centring")
+                raise Blocked("norm-writer", "its scale and shift come after its own centring")
             if targets[0] is None or (isinstance(m, Scale) and self.bias and bias is None):
                 raise Blocked("no-bias", "is a norm without the parameter that would take it")
             step: Step = []
@@ -117,7 +117,7 @@ class NormWithAffine(Rule):
             rank = len(shape_of(node))
             if _is_unseen(m, frozenset(range(rank - normalised, rank))):
                 return [[]]
-        raise Blocked("norm-reader", "is a norm, whose statistics would change")
+        raise Blocked("norm-reader", "its statistics would change")
 
     def _on_parameter(self, node: fx.Node, m: Map, shape: tuple[int, ...]) -> Map:
         if not self.channel:
@@ -170,13 +170,13 @@ class NormCall(Rule):
         axes = norm_axes(node)
         if spec.kind == "layer" and axes is not None and _is_unseen(m, axes):
             return [[]]
-        raise Blocked("norm-reader", "is a norm, whose statistics would change")
+        raise Blocked("norm-reader", "its statistics would change")
 
     def _output(
         self, node: fx.Node, spec: NormSpec, weight: fx.Node | None, bias: fx.Node | None, m: Map
     ) -> Step:
         if isinstance(m, (Centre, Level)):
-            raise Blocked("norm-writer", "scales each channel after its own centring")
+            raise Blocked("norm-writer", "its scale and shift come after its own centring")
         targets = [bias] if isinstance(m, Shift) else [weight, bias]
         lacking = targets[0] is None or (isinstance(m, Scale) and spec.bias and bias is None)
         if lacking or (isinstance(m, Scale) and spec.unit_offset):

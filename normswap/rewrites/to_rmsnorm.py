@@ -99,20 +99,20 @@ class Centring:
         try:
             return self._push_through(site, cuts), cuts
         except Blocked as blocked:
+            first = blocked
+            possible = list(self._cuts_for(first, cuts)) if len(cuts) < MAX_CUTS else []
             program.rollback(mark)
             self.surgery.ops = ops
-            first = blocked
-        if len(cuts) < MAX_CUTS and first.place is not None:
-            for cut in self._cuts_for(first, cuts):
-                self.tries += 1
-                if self.tries > MAX_TRIES:
+        for cut in possible:
+            self.tries += 1
+            if self.tries > MAX_TRIES:
+                break
+            try:
+                return self._solve(site, [*cuts, cut])
+            except Blocked as blocked:
+                if blocked.code == NOT_WORTH_IT:
+                    first.detail += f" ({blocked.detail})"
                     break
-                try:
-                    return self._solve(site, [*cuts, cut])
-                except Blocked as blocked:
-                    if blocked.code == NOT_WORTH_IT:
-                        first.detail += f" ({blocked.detail})"
-                        break
         raise first
 
     def _push_through(self, site: GraphSite, cuts: list[Cut]) -> Pushed:
@@ -153,6 +153,8 @@ class Centring:
 
     def _cuts_for(self, blocked: Blocked, cuts: list[Cut]) -> Iterator[Cut]:
         """Where on the way from an obstacle to the norms the mean could be removed."""
+        if blocked.place is None:
+            return
         cut_already = {value for cut in cuts for value in cut.values}
         for value in _downstream(blocked):
             axis = _width_axis(value, blocked)
