@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from normswap.apply import apply_with_undo, replaced_parameters, roll_back
 from normswap.capture import Capture, capture
 from normswap.copying import copy_model
+from normswap.cost import Cost, measure
 from normswap.drift import site_drift
 from normswap.equivalence import EXACT
 from normswap.errors import NormswapError, RefusedError, VerificationError
@@ -408,6 +409,8 @@ def carry_out(
     if verifiable and inputs is not None and plan.rewrite == "swap_norms":
         plan = plan.with_errors(site_drift(original, changed, plan, inputs))
     report = _report(plan, inner, verification)
+    if verification is not None and verification.passed and inputs is not None:
+        report = replace(report, cost=_cost(plan, original, changed, inputs))
     if verification is not None and not verification.passed:
         roll_back(undo)
         raise VerificationError(
@@ -443,6 +446,12 @@ def _verified(plan: Plan, original: nn.Module, changed: nn.Module, inputs: Input
         float64_pair=(exact, exact_changed),
         tolerance=math.inf if approximate else None,  # the drift is what is asked for
     )
+
+
+def _cost(plan: Plan, original: nn.Module, changed: nn.Module, inputs: Inputs) -> Cost | None:
+    """Of a change that is made to save something; a fold of BatchNorm has its own benchmark."""
+    converts = any(e.kind == "replace" for e in plan.module_edits) and plan.edits
+    return measure(original, changed, inputs) if converts or plan.rewrite != "swap_norms" else None
 
 
 def _site_check(plan: Plan) -> Verification | None:

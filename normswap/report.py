@@ -14,6 +14,7 @@ from torch import nn
 
 from normswap import rendering
 from normswap.collapse import collapse_names
+from normswap.cost import Cost
 from normswap.errors import NormswapError
 from normswap.plan import MappingRow, Plan, SiteOutcome
 from normswap.rendering import Document, Section, Table
@@ -51,6 +52,7 @@ class Report:
         verification: how the changed model was compared to the original; ``None`` if it was not.
         notes: anything else to know.
         plan: the plan, to be applied again.
+        cost: parameters, operations and time before and after; ``None`` if not measured.
     """
 
     rewrite: str
@@ -60,6 +62,7 @@ class Report:
     verification: Verification | None = None
     notes: tuple[str, ...] = ()
     plan: Plan | None = None
+    cost: Cost | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -86,6 +89,7 @@ class Report:
             "mapping": [_jsonable(asdict(row)) for row in self.mapping],
             "verification": _jsonable(asdict(self.verification)) if self.verification else None,
             "notes": list(self.notes),
+            "cost": asdict(self.cost) if self.cost else None,
             "plan": plan,
         }
 
@@ -107,7 +111,7 @@ class Report:
                     f"report version {version!r} is not known to this release (it knows "
                     f"{REPORT_VERSION}): use the release that wrote it"
                 )
-            plan = data["plan"]
+            plan, cost = data["plan"], data.get("cost")
             return cls(
                 rewrite=data["rewrite"],
                 model=data["model"],
@@ -116,6 +120,7 @@ class Report:
                 verification=_verification(data["verification"]),
                 notes=tuple(data["notes"]),
                 plan=Plan.from_json(json.dumps(plan)) if plan is not None else None,
+                cost=_built(Cost, cost) if cost is not None else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NormswapError(f"not a normswap report: {error!r}") from error
@@ -198,6 +203,7 @@ class Report:
 
     def _document(self, *, short: bool) -> Document:
         sections = [self._changed(), self._refused(), _runs(self.verification, only_odd=short)]
+        sections.append(_costs(self.cost))
         if not short:
             sections.append(self._weights())
         sections.append(Section("Notes", paragraphs=self.notes))
@@ -302,6 +308,23 @@ def _runs(check: Verification | None, *, only_odd: bool) -> Section:
     ]
     header = ("inputs", "dtype", "difference", "tolerance", "verdict", "detail")
     return Section("Verification", _table(header, rows))
+
+
+def _costs(cost: Cost | None) -> Section:
+    """Before, after and their ratio."""
+    if cost is None:
+        return Section("Cost")
+    pairs: list[tuple[str, tuple[float, float], str]] = [
+        ("parameters", cost.parameters, "{:,}"),
+        ("operations of norms", cost.norm_operations, "{:,}"),
+        ("operations in all", cost.operations, "{:,}"),
+        ("milliseconds a call", (cost.seconds[0] * 1e3, cost.seconds[1] * 1e3), "{:.3g}"),
+    ]
+    rows = [
+        (what, form.format(a), form.format(b), f"{b / a:.3f}" if a else "")
+        for what, (a, b), form in pairs
+    ]
+    return Section("Cost", _table(("one call", "before", "after", "ratio"), rows))
 
 
 def _number(value: float) -> str:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap.attempt import Outcome, attempt
+from normswap.experts import computed_in_batch
 from normswap.inputs import Inputs, concrete, resolve_inputs, vary_inputs
 from normswap.outputs import Difference, difference, flatten
 from normswap.precision import rounding_noise, true_float64
@@ -214,7 +215,7 @@ def _run_all(
             return None
     double = pair.wide(inputs)
     with watch.recording(pair.original64) if watch else nullcontext():
-        original64 = attempt(pair.original64, double, true_float64())
+        original64 = _in_float64(pair.original64, double)
     if as_before is not None and original64.error and not as_before.original64.error:
         return None
     if not original.error:
@@ -222,8 +223,13 @@ def _run_all(
     changed64 = original64
     if not original64.error:
         with watch.comparing(pair.changed64) if watch else nullcontext():
-            changed64 = attempt(pair.changed64, double, true_float64())
+            changed64 = _in_float64(pair.changed64, double)
     return _Outcomes(original, changed, original64, changed64)
+
+
+def _in_float64(model: nn.Module, inputs: Inputs) -> Outcome:
+    with computed_in_batch(model):  # other forms of experts have no float64 kernel
+        return attempt(model, inputs, true_float64())
 
 
 class _SiteWatch:

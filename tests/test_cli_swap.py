@@ -92,7 +92,7 @@ def test_plan_of_a_dry_run_is_applied_on_files(
         (("--map", "layernorm"), 2),
         (("--map", "foo=rmsnorm"), 2),
         (("--map", "layernorm=rmsnorm", "--method", "calibrate"), 2),
-        (("--map", "layernorm=rmsnorm", "--method", "exact"), 1),
+        (("--map", "layernorm=dyt", "--method", "exact"), 1),
         (("--map", "batchnorm=groupnorm"), 1),
     ],
 )

@@ -16,6 +16,7 @@ from normswap.dataflow.rule import (
     Rule,
     Step,
     argument,
+    op_name,
     require_nonnegative,
     shape_of,
 )
@@ -141,9 +142,17 @@ class ShapeOnly(Rule):
 
     def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
         """Nothing to do."""
-        if source is node:
+        if source is node and not (m.kind in ("scale", "centring") and makes_zeros(node)):
             raise Blocked("op", "makes a new value")
         return [[]]
+
+
+def makes_zeros(node: fx.Node) -> bool:
+    """Whether an op makes a tensor of zeros, which a scale or centring leaves as they are."""
+    name = op_name(node)
+    if name in ("full_like", "full", "new_full"):
+        return argument(node, 2 if name == "new_full" else 1, "fill_value") == 0
+    return name in ("zeros", "zeros_like", "new_zeros")
 
 
 @dataclass(frozen=True)
