@@ -554,6 +554,7 @@ def _source_directory(model: nn.Module, origin: Origin | None) -> Path | None:
 def _write_config(model: nn.Module, stage: Path, manifest: Manifest) -> None:
     config = copy.deepcopy(cast("Any", model).config)
     config.architectures = [type(model).__name__]
+    config.dtype = str(cast("Any", model).dtype).removeprefix("torch.")
     config.normswap = [plan.rewrite for plan in manifest.plans]
     config.save_pretrained(stage)
     generation = getattr(model, "generation_config", None)

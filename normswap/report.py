@@ -36,6 +36,7 @@ _VERBS = {
     "fold_batchnorm": "folded",
     "fold_affine": "folded",
     "swap_norms": "swapped",
+    "to_rmsnorm": "converted",
     "convert_placement": "moved",
 }
 

@@ -32,6 +32,8 @@ class Surgery:
         program: the weight edits so far.
         sites: layer and RMS norms, modules and functional.
         biases: biases that do not exist yet.
+        new_biases: whether layers without a bias may get one.
+        tied: tables that are also the weight of an output layer.
         ties: tensors that are separated from the one they are tied to, with the edit.
         ops: for the mapping: what was done to each edited tensor.
     """
@@ -41,6 +43,8 @@ class Surgery:
     program: Program
     sites: list[GraphSite]
     biases: VirtualBiases
+    new_biases: bool = True
+    tied: frozenset[fx.Node] = frozenset()
     ties: dict[str, tuple[StoredTensor, ModuleEdit]] = field(
         default_factory=dict[str, "tuple[StoredTensor, ModuleEdit]"]
     )
@@ -84,7 +88,10 @@ class Surgery:
         for name, (tensor, edit) in ties.items():  # what it is before anything else changes
             source = program.current(edit.params["of"])
             program.assign(name, "reshape", source, shape=list(tensor.shape))
-        return cls(model, recorded, program, sites, biases, ties)
+        tied = frozenset(
+            t.node for t in recorded.tensors.values() if t.node is not None and _is_tied(t.node)
+        )
+        return cls(model, recorded, program, sites, biases, new_biases, tied, ties)
 
     def take(self, pushed: Pushed, op: str) -> None:
         """Assign what the tensors of a push become."""
@@ -127,6 +134,10 @@ class Surgery:
             if name in used:
                 structure.append(edit)
                 plan.created[name] = {"shape": list(tensor.shape), "like": edit.params["of"]}
+                plan.notes.append(
+                    f"{name!r} is not tied to {edit.params['of']!r} any more; a transformers "
+                    "config says so (tie_word_embeddings is false)"
+                )
         for name, (tensor, edit) in self.biases.items():
             if name in used:
                 structure.append(edit)
@@ -195,6 +206,10 @@ def _separate_tables(capture: Capture) -> dict[str, tuple[StoredTensor, ModuleEd
             assert own.node is not None
             reader.replace_input_with(tensor.node, own.node)
     return ties
+
+
+def _is_tied(node: fx.Node) -> bool:
+    return _is_table(node) and any(op_name(user) == "linear" for user in node.users)
 
 
 def _is_table(node: fx.Node) -> bool:

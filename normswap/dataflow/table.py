@@ -70,7 +70,8 @@ from normswap.maps import Blocked
 _SHAPE_ONLY = (
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "zeros", "ones", "full", "new_ones", "new_empty", "new_full", "sym_size",
-    "_assert_tensor_metadata", "_shape_as_tensor", "sym_numel", "sym_stride", "device", "dtype", "layout",
+    "_assert_tensor_metadata", "_shape_as_tensor", "sym_numel", "sym_stride", "device", "dtype",
+    "layout",
 )  # fmt: skip
 
 _NONLINEAR = (

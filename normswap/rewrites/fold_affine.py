@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from normswap.channelmap import Pushed, push, require_one_path
+from normswap.channelmap import Pushed, node_of, push, require_one_path
 from normswap.dataflow import affine_axes
 from normswap.find import GraphSite
 from normswap.graphs import final_readers
@@ -92,8 +92,11 @@ class AffineFolding:
         mark = self.program.mark()
         try:
             return self._fold(site)
-        except Blocked:
+        except Blocked as blocked:
             self.program.rollback(mark)
+            touched = {node_of(value) for value in blocked.maps}
+            if touched & self.surgery.tied and not self.surgery.ties:
+                blocked.detail += "; it is tied to the embedding table, untie=True separates them"
             raise
 
     def _fold(self, site: GraphSite) -> str:
@@ -115,7 +118,10 @@ class AffineFolding:
         words = _into(pushes)
         if kept is not None and shift is not None:
             words = f"scale {words}; its shift stays"
-            words += "" if self.scale_only else f" ({kept.detail})"
+            if not self.surgery.new_biases:
+                words += " (no layer gets a new bias)"
+            else:
+                words += f" ({kept.detail})"
         return words
 
     def is_zero(self, name: str) -> bool:

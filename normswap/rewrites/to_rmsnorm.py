@@ -13,7 +13,8 @@ and not one of them before.
   the layer in front of it first.
 * A writer that cannot take ``C`` may be followed by one op that removes the mean, at the boundary
   of a module. That is done where it frees more norms than it adds ops.
-* A LayerNorm that stays (``keep_class``) removes the mean itself, so such a writer is left alone.
+* A LayerNorm that stays (``keep_class``) removes the mean itself, so a table that is also the
+  weight of a tied output layer is left as it is.
 
 Source: Ashkboos et al. 2024, *SliceGPT*, section 3.1; Jiang et al. 2023, *Pre-RMSNorm and
 Pre-CRMSNorm Transformers*, section 3.
@@ -63,6 +64,7 @@ class Centring:
     keep_class: bool = False
     centred: dict[Value, Map] = field(default_factory=dict[Value, Map])
     cuts: list[Cut] = field(default_factory=list[Cut])
+    uncentred: dict[Value, str] = field(default_factory=dict[Value, str])  # tables left in a stream
     tries: int = 0
 
     def centre(self, site: GraphSite) -> None:
@@ -79,6 +81,12 @@ class Centring:
         pushed, cuts = self._solve(site, [])
         self.centred |= {v: m for v, m in pushed.maps.items() if isinstance(m, Centre)}
         self.cuts += cuts
+        left = ", ".join(repr(cut.where) for cut in cuts if cut.edit is None)
+        self.uncentred |= dict.fromkeys(pushed.maps, left) if left else {}
+
+    def left_in(self, site: GraphSite) -> str:
+        """The tables that still have a mean, in the stream that a norm reads."""
+        return next((self.uncentred[i.x] for i in site.instances if i.x in self.uncentred), "")
 
     def is_centred(self, site: GraphSite) -> bool:
         """Whether every input of the norm has no mean."""
@@ -161,8 +169,11 @@ class Centring:
             if value in cut_already or axis is None:
                 continue
             if self.keep_class:
-                yield Cut((value,), axis, None)
-                continue
+                table = blocked.place[0]
+                stored = table.meta.get("tensor") if isinstance(table, fx.Node) else None
+                if stored is not None and blocked.code == "shared":
+                    yield Cut((value,), axis, None, stored.name)
+                return
             for cut in self._boundaries(value, axis):
                 if not cut_already & set(cut.values):
                     yield cut
@@ -326,13 +337,17 @@ def convert(
     for site in sites:
         try:
             centring.centre(site)
-            conversion.done[site.site.name] = Converted()
+            left = centring.left_in(site)
+            words = f" but for the tied table {left}" if left else ""
+            conversion.done[site.site.name] = Converted(words=words)
         except Blocked as blocked:
             conversion.refused[site.site.name] = blocked
     for site in sites:
         name = site.site.name
         if name in conversion.done and (fold_affine or keep_class):
-            conversion.done[name] = _folded(folding, site)
+            before = conversion.done[name].words
+            folded = _folded(folding, site)
+            conversion.done[name] = replace(folded, words=before + folded.words)
     return conversion
 
 
@@ -355,7 +370,7 @@ def plan_centring(conversion: Conversion, answered: Iterable[tuple[GraphSite, bo
         conversion: what :func:`convert` did with ``keep_class``.
         answered: each layer norm, and whether it was chosen.
     """
-    plan = Plan("swap_norms", fingerprint(conversion.surgery.model))
+    plan = Plan("to_rmsnorm", fingerprint(conversion.surgery.model))
     for site, chosen in answered:
         blocked = conversion.refused.get(site.site.name)
         if not chosen:
@@ -365,7 +380,7 @@ def plan_centring(conversion: Conversion, answered: Iterable[tuple[GraphSite, bo
             row = replace(row, reason=blocked.code, detail=blocked.detail)
         else:
             words = conversion.done[site.site.name].words
-            row = replace(row, action=f"input centred, class kept{words}", status="exact")
+            row = replace(row, action=f"class kept, input centred{words}", status="exact")
         plan.sites.append(row)
     conversion.finish(plan)
     return plan
