@@ -40,7 +40,13 @@ from normswap.surgery import Surgery
 
 MAX_CUTS = 6
 MAX_TRIES = 40
-NOT_WORTH_IT = "not-worth-it"
+
+
+class _NotWorthItError(Blocked):
+    """More ops would be added than norms freed; never the reason that is given."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("op", detail)
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,10 @@ class Centring:
                 break
             try:
                 return self._solve(site, [*cuts, cut])
-            except Blocked as blocked:
-                if blocked.code == NOT_WORTH_IT:
-                    first.detail += f" ({blocked.detail})"
-                    break
+            except _NotWorthItError:
+                break
+            except Blocked:
+                continue
         raise first
 
     def _push_through(self, site: GraphSite, cuts: list[Cut]) -> Pushed:
@@ -210,9 +216,7 @@ class Centring:
         if added and freed <= count:
             places = ", ".join(cut.where for cut in added)
             ops, norms = _count(count, "op"), _count(freed, "norm")
-            raise Blocked(
-                NOT_WORTH_IT, f"{ops} to remove the mean of {places} would free only {norms}"
-            )
+            raise _NotWorthItError(f"{ops} to remove the mean of {places} would free only {norms}")
 
 
 def _count(number: int, noun: str) -> str:
