@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from normswap.targets import Key, Value, matches
 from normswap.undo import remember
 from normswap.verification import Verification, verify
 
+Outputs = str | Iterable[str] | None
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
@@ -67,6 +68,7 @@ def plan_fold_batchnorm(
     example_inputs: Example = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: Outputs = None,
     where: Where = None,
 ) -> Plan:
     """What :func:`fold_batchnorm` would do, without doing it; works on the meta device.
@@ -77,7 +79,7 @@ def plan_fold_batchnorm(
     """
     model = unwrap(model)
     refuse_unsupported(model)
-    inputs = resolve_inputs(model, example_inputs, example_kwargs)
+    inputs = resolve_inputs(model, example_inputs, example_kwargs, outputs)
     return _plan_fold_batchnorm(model, inputs, where=where)
 
 
@@ -86,6 +88,7 @@ def fold_batchnorm(
     example_inputs: Example = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: Outputs = None,
     inplace: bool = False,
     where: Where = None,
     verify: bool = True,
@@ -103,6 +106,8 @@ def fold_batchnorm(
         example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
             from what the model says of itself.
         example_kwargs: keywords in addition.
+        outputs: the outputs that count, as globs such as ``"logits*"`` on their paths in the
+            result; the others may change. ``None``: all count.
         inplace: change ``model`` itself; a failure restores it.
         where: which norms: a glob on names, a list of globs, or a predicate on ``NormSite``.
         verify: run both models and compare; a difference rolls back and raises.
@@ -118,7 +123,7 @@ def fold_batchnorm(
     """
     inner = unwrap(model)
     refuse_unsupported(inner)
-    inputs = resolve_inputs(inner, example_inputs, example_kwargs)
+    inputs = resolve_inputs(inner, example_inputs, example_kwargs, outputs)
     plan = _plan_fold_batchnorm(inner, inputs, where=where)
     return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
 
@@ -129,6 +134,7 @@ def plan_swap_norms(
     example_inputs: Example = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: Outputs = None,
     where: Where = None,
     method: str = "auto",
     fold_affine: bool = False,
@@ -145,7 +151,7 @@ def plan_swap_norms(
     refuse_unsupported(model)
     inputs = None
     if example_inputs is not None or example_kwargs is not None:
-        inputs = resolve_inputs(model, example_inputs, example_kwargs)
+        inputs = resolve_inputs(model, example_inputs, example_kwargs, outputs)
     wish = _Wish(where, method, fold_affine, keep_class, untie)
     return _plan_swap(model, mapping, inputs, wish)
 
@@ -156,6 +162,7 @@ def swap_norms(
     example_inputs: Example = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: Outputs = None,
     method: str = "auto",
     fold_affine: bool = False,
     keep_class: bool = False,
@@ -182,6 +189,8 @@ def swap_norms(
             difference of their outputs; without them each site is checked alone, and no other
             layer is edited.
         example_kwargs: keywords in addition.
+        outputs: the outputs that count, as globs such as ``"logits*"`` on their paths in the
+            result; the others may change. ``None``: all count.
         method: ``"auto"``: exact where it can be, else the parameters carried over; ``"exact"``:
             refuse what is not the same function; ``"copy"``: only carry the parameters over;
             ``"init"``: leave the new norms as they are built.
@@ -214,7 +223,7 @@ def swap_norms(
         )
     inputs = None
     if example_inputs is not None or example_kwargs is not None:
-        inputs = resolve_inputs(inner, example_inputs, example_kwargs)
+        inputs = resolve_inputs(inner, example_inputs, example_kwargs, outputs)
     wish = _Wish(where, method, fold_affine, keep_class, untie)
     plan = _plan_swap(inner, mapping, inputs, wish)
     if optimizer is not None:
@@ -298,6 +307,7 @@ def plan_fold_affine(
     example_inputs: Example = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: Outputs = None,
     where: Where = None,
     scale_only: bool = False,
     untie: bool = False,
@@ -310,7 +320,7 @@ def plan_fold_affine(
     """
     model = unwrap(model)
     refuse_unsupported(model)
-    inputs = resolve_inputs(model, example_inputs, example_kwargs)
+    inputs = resolve_inputs(model, example_inputs, example_kwargs, outputs)
     surgery = Surgery.on(model, inputs, new_biases=not scale_only, untie=untie)
     return _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
 
@@ -320,6 +330,7 @@ def fold_affine(
     example_inputs: Example = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: Outputs = None,
     scale_only: bool = False,
     untie: bool = False,
     inplace: bool = False,
@@ -338,6 +349,8 @@ def fold_affine(
         example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
             from what the model says of itself.
         example_kwargs: keywords in addition.
+        outputs: the outputs that count, as globs such as ``"logits*"`` on their paths in the
+            result; the others may change. ``None``: all count.
         scale_only: leave shifts in the norms, so that no layer gets a new bias and the unchanged
             class loads the result. Without it that is done only where a shift cannot go.
         untie: where the reader is an output layer tied to the embedding table, separate them (and
@@ -357,7 +370,7 @@ def fold_affine(
     """
     inner = unwrap(model)
     refuse_unsupported(inner)
-    inputs = resolve_inputs(inner, example_inputs, example_kwargs)
+    inputs = resolve_inputs(inner, example_inputs, example_kwargs, outputs)
     surgery = Surgery.on(inner, inputs, new_biases=not scale_only, untie=untie)
     plan = _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
     return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
@@ -408,6 +421,8 @@ def carry_out(
         verification = _site_check(plan)
     if verifiable and inputs is not None and plan.rewrite == "swap_norms":
         plan = plan.with_errors(site_drift(original, changed, plan, inputs))
+    if inputs is not None and inputs.outputs is not None:
+        plan.notes.append(f"only these outputs were to stay as they are: {inputs.outputs}")
     report = _report(plan, inner, verification)
     if verification is not None and verification.passed and inputs is not None:
         report = replace(report, cost=_cost(plan, original, changed, inputs))

@@ -44,7 +44,7 @@ def attempt(
         warnings.simplefilter("ignore")
         stack.enter_context(arithmetic or torch.no_grad())
         try:
-            return Outcome(flatten(model(*given.args, **given.kwargs)))
+            return Outcome(flatten(model(*given.args, **given.kwargs), inputs.outputs))
         except Exception as error:  # of any kind: the code is the user's
             first_line = (str(error).strip().splitlines() or [""])[0]
             return Outcome(error=f"{type(error).__name__}: {first_line}")

@@ -20,7 +20,7 @@ import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -38,6 +38,7 @@ from normswap.experts import compute_in_batch
 from normswap.forms import StoredTensor, module_names, named_tensors, stored_tensors
 from normswap.hooks import PartOfModel
 from normswap.inputs import Inputs
+from normswap.outputs import tensors_by_path
 
 # Reads of data that carry no tag in PyTorch's own op table.
 _DATA_READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "tolist"}
@@ -193,7 +194,7 @@ def _record(
             result = twin(*given.args, **given.kwargs)
         except Exception as error:
             raise _RunError(recorder.call, error) from error
-    return recorder.finish(result)
+    return recorder.finish(result, inputs.outputs)
 
 
 @contextmanager
@@ -477,9 +478,12 @@ class _Recorder(TorchDispatchMode):
         for call in self.call.ancestors() if self.call is not None else ():
             call.reads_data = True
 
-    def finish(self, result: Any) -> Capture:
+    def finish(self, result: Any, outputs: Collection[str] | None) -> Capture:
         kept = [t for m in self._twin.modules() for t in self._kept_by(m)]
-        seen = {id(t): t for t in (*tensors_in(result), *kept)}
+        returned = tensors_in(result)
+        if outputs is not None:
+            returned = list(tensors_by_path(result, outputs).values())
+        seen = {id(t): t for t in (*returned, *kept)}
         self.graph.output(tuple(self.node_of(t) for t in seen.values()))
         return Capture(
             self.graph, self.stored, self.calls, self.names, not self.fake, self.data_reads

@@ -113,7 +113,7 @@ class _Push:
             return rule_for(op).relate(op, value, m, self.program)
         except Blocked as blocked:
             explained = self._explained(state, blocked, value, op)
-            explained.scale = blocked.scale
+            explained.scale, explained.root = blocked.scale, blocked.root
             explained.place, explained.maps = (value, op), dict(state.maps)
             raise explained from None
 

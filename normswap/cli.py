@@ -91,6 +91,13 @@ InputFile = Annotated[
         "… for positional arguments.",
     ),
 ]
+Outputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOB",
+        help="Only these outputs must stay as they are, like logits*; may be repeated.",
+    ),
+]
 Dtype = Annotated[
     str | None, typer.Option(help="Convert to float32, bfloat16, float16 or float64 on loading.")
 ]
@@ -180,6 +187,7 @@ class _Options:
     arch_kwargs: ArchKwargs = None
     input_shape: InputShape = None
     inputs: InputFile = None
+    output: Outputs = None
     where: Where = None
     dtype: Dtype = None
     max_shard_size: ShardSize = "5GB"
@@ -195,6 +203,11 @@ class _Options:
     ] = False
     overwrite: Overwrite = False
     as_json: AsJson = False
+
+    @property
+    def outputs(self) -> list[str] | None:
+        """The outputs that count."""
+        return self.output or None
 
     @property
     def globs(self) -> list[str] | None:
@@ -252,19 +265,19 @@ def fold_bn(src: Source, dst: Target = None, *, options: _Options) -> int:
     """Fold the BatchNorms of a model into the layers beside them."""
     import normswap as ns
 
-    where = options.globs
+    wish: dict[str, Any] = {"where": options.globs, "outputs": options.outputs}
     return _rewrite(
         src,
         dst,
         options,
-        plan=lambda model, examples: ns.plan_fold_batchnorm(model, examples, where=where),
+        plan=lambda model, examples: ns.plan_fold_batchnorm(model, examples, **wish),
         change=lambda model, examples: ns.fold_batchnorm(
             model,
             examples,
             inplace=True,
-            where=where,
             verify=options.verify,
             strict=options.strict,
+            **wish,
         ),
         nothing="no BatchNorm could be folded",
     )
@@ -289,7 +302,12 @@ def fold_affine(
     """Fold scale and shift of layer and RMS norms into the layers that read them."""
     import normswap as ns
 
-    wish: dict[str, Any] = {"where": options.globs, "scale_only": scale_only, "untie": untie}
+    wish: dict[str, Any] = {
+        "where": options.globs,
+        "outputs": options.outputs,
+        "scale_only": scale_only,
+        "untie": untie,
+    }
     return _rewrite(
         src,
         dst,
@@ -346,6 +364,7 @@ def swap(
     kinds = _mapping(mapping)
     wish: dict[str, Any] = {
         "where": options.globs,
+        "outputs": options.outputs,
         "method": method,
         "fold_affine": fold_affine,
         "keep_class": keep_class,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -34,15 +34,20 @@ _MASK_FLOOR = -1e4  # additive masks hold 0 and a number below this, or -inf
 
 @dataclass(frozen=True, eq=False)  # tensors have no equality that is true or false
 class Inputs:
-    """The arguments of one call of a model: ``model(*args, **kwargs)``."""
+    """One call of a model, ``model(*args, **kwargs)``, and which of its ``outputs`` count.
+
+    ``outputs`` holds globs of paths (:func:`normswap.outputs.flatten`); ``None``: all count.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    outputs: tuple[str, ...] | None = None
 
     def map(self, fn: Callable[[Tensor], Any]) -> Inputs:
         """The same arguments with ``fn`` applied to every tensor, also in nested containers."""
         args = tuple(_map_tensors(fn, value) for value in self.args)
-        return Inputs(args, {name: _map_tensors(fn, value) for name, value in self.kwargs.items()})
+        kwargs = {name: _map_tensors(fn, value) for name, value in self.kwargs.items()}
+        return Inputs(args, kwargs, self.outputs)
 
     def to(self, device: torch.device | str) -> Inputs:
         """The same arguments with every tensor on ``device``."""
@@ -101,16 +106,21 @@ def normalise_inputs(
         raise NormswapError(
             f"argument {twice[0]!r} is both in example_inputs and in example_kwargs: give it once"
         )
-    return Inputs(args, {**kwargs, **extra})
+    outputs = example_inputs.outputs if isinstance(example_inputs, Inputs) else None
+    return Inputs(args, {**kwargs, **extra}, outputs)
 
 
 def resolve_inputs(
-    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    outputs: str | Iterable[str] | None = None,
 ) -> Inputs:
     """`normalise_inputs`, or `default_inputs` for ``None``, on the model's device and dtype.
 
     A floating tensor of a dtype that no parameter has takes that of the first floating parameter.
-    With a model on the meta device the inputs stay where they are.
+    With a model on the meta device the inputs stay where they are. ``outputs`` names the outputs
+    that count.
 
     Raises:
         NormswapError: see `normalise_inputs` and `default_inputs`.
@@ -120,6 +130,9 @@ def resolve_inputs(
         inputs = Inputs(inputs.args, {**inputs.kwargs, **(example_kwargs or {})})
     else:
         inputs = normalise_inputs(example_inputs, example_kwargs)
+    if outputs is not None:
+        globs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+        inputs = Inputs(inputs.args, inputs.kwargs, globs)
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     if first is not None and not first.is_meta:
         inputs = inputs.to(first.device)
@@ -207,7 +220,7 @@ def vary_inputs(inputs: Inputs, seed: int) -> Iterator[Inputs]:
     for change in dict.fromkeys(_changes(inputs)):
         args = tuple(_vary(value, change, draw) for value in inputs.args)
         kwargs = {name: _vary(value, change, draw) for name, value in inputs.kwargs.items()}
-        yield Inputs(args, kwargs)
+        yield Inputs(args, kwargs, inputs.outputs)
 
 
 def _changes(inputs: Inputs) -> Iterator[_Change]:

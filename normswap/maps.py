@@ -31,6 +31,8 @@ class Blocked(NormswapError):  # noqa: N818 - an answer, not a fault
         super().__init__(detail)
         self.code = code
         self.detail = detail
+        self.root = code
+        """The code at the very place where it ended, whichever way led there."""
         self.scale = scale
         """A product with a stored vector that a centring could pass if the vector were 1."""
         self.place: tuple[Any, fx.Node] | None = None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Difference", "difference", "flatten"]
+from normswap.errors import NormswapError
+
+__all__ = ["Difference", "difference", "flatten", "tensors_by_path"]
 
 # Outputs below this size count as having it: what is left of a value that cancels to zero is
 # rounding, and no relative error can be told for it.
@@ -37,25 +40,56 @@ class Difference:
     note: str = ""
 
 
-def flatten(value: Any) -> dict[str, Tensor]:
+def flatten(value: Any, chosen: Collection[str] | None = None) -> dict[str, Tensor]:
     """Copies of the tensors and numbers in ``value`` by path, such as ``[0].logits``.
+
+    ``chosen`` holds globs of the paths to return; ``None`` for all.
 
     Looks into lists, tuples, mappings, dataclasses and other objects with a ``__dict__``; modules,
     texts and ``None`` are left out. Numbers become tensors without axes.
     """
-    return {path.lstrip("."): tensor for path, tensor in _leaves(value, "", [])}
+    leaves = {path.lstrip("."): leaf for path, leaf in _leaves(value, "", [])}
+    return {path: _as_tensor(leaves[path]) for path in choose(leaves, chosen)}
 
 
-def _leaves(value: Any, path: str, above: list[int]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, _plain(value)
-    elif isinstance(value, (bool, int, float, complex)):
-        yield path, torch.tensor(value, dtype=_dtype_of(value), device="cpu")
-    elif type(value).__module__ == "numpy" and getattr(value, "dtype", "O") != "O":
-        yield path, torch.as_tensor(value).clone()
+def tensors_by_path(value: Any, chosen: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The tensors themselves, by path.
+
+    Raises:
+        NormswapError: ``chosen`` names none of them.
+    """
+    leaves = {path.lstrip("."): leaf for path, leaf in _leaves(value, "", [])}
+    found = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    kept = choose(found, chosen)
+    if chosen is not None and not kept:
+        raise NormswapError(
+            f"outputs={list(chosen)} names none of what the model returns: {', '.join(found)}"
+        )
+    return {path: found[path] for path in kept}
+
+
+def choose(paths: Iterable[str], chosen: Collection[str] | None) -> list[str]:
+    """The paths that one of the globs fits; all of them for ``None``."""
+    if chosen is None:
+        return list(paths)
+    return [p for p in paths if any(fnmatch.fnmatchcase(p, glob) for glob in chosen)]
+
+
+def _leaves(value: Any, path: str, above: list[int]) -> Iterator[tuple[str, Any]]:
+    is_array = type(value).__module__ == "numpy" and getattr(value, "dtype", "O") != "O"
+    if isinstance(value, (Tensor, bool, int, float, complex)) or is_array:
+        yield path, value
     elif id(value) not in above:  # an object may lead back to itself
         for name, item in _items(value):
             yield from _leaves(item, path + name, [*above, id(value)])
+
+
+def _as_tensor(leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return _plain(leaf)
+    if isinstance(leaf, (bool, int, float, complex)):
+        return torch.tensor(leaf, dtype=_dtype_of(leaf), device="cpu")
+    return torch.as_tensor(leaf).clone()
 
 
 def _plain(tensor: Tensor) -> Tensor:

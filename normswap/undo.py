@@ -28,7 +28,8 @@ def undo(plan: Plan, model: nn.Module) -> nn.Module:
     """Put the old norms back into ``model``, in place; the old root where that was a norm.
 
     A parameter that was not trained since the swap is the old one again, bit for bit; one that
-    was trained is carried back, the old way round.
+    was trained is carried back, the old way round. Layers whose weights were centred for an exact
+    RMSNorm stay so, which the LayerNorm that comes back does not see.
 
     Raises:
         NormswapError: the plan was read from a file, or ``model`` is not what it made.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,6 +97,7 @@ def verify(
     example_inputs: Any = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    outputs: str | Iterable[str] | None = None,
     sites: Collection[str] = (),
     tolerance: float | None = None,
     float64_pair: tuple[nn.Module, nn.Module] | None = None,
@@ -109,6 +110,7 @@ def verify(
         example_inputs: see :func:`normswap.inputs.normalise_inputs`; ``None`` to build them from
             what ``original`` says of itself.
         example_kwargs: further keyword arguments.
+        outputs: globs of the outputs to compare; ``None``: all.
         sites: names of modules of both models whose outputs are compared too, in float64. They
             decide where the models themselves return nothing (no object detected).
         tolerance: the largest relative difference to accept in every run, for changes that are
@@ -120,7 +122,7 @@ def verify(
     Raises:
         NormswapError: there are no inputs and none can be derived, or they are malformed.
     """
-    inputs = concrete(resolve_inputs(original, example_inputs, example_kwargs))
+    inputs = concrete(resolve_inputs(original, example_inputs, example_kwargs, outputs))
     pair = _Pair(original, changed, float64_pair, tolerance)
     watch = _SiteWatch(sites)
     blocked = pair.cannot_run()

@@ -36,7 +36,8 @@ def model() -> nn.Sequential:
 def test_old_norms_come_back_bit_for_bit(inplace: bool) -> None:
     original = model()
     state, before = state_copy(original), run(original, X)
-    new, report = ns.swap_norms(original, {"layer": "rms", "rms": nn.RMSNorm}, X, inplace=inplace)
+    mapping = {"layer": "rms", "rms": nn.RMSNorm}
+    new, report = ns.swap_norms(original, mapping, X, method="copy", inplace=inplace)
     assert relative_error(before, run(new, X)) > 1e-3
     again = report.undo(new)
     assert again is new
@@ -55,6 +56,25 @@ def test_trained_parameters_are_carried_back() -> None:
     assert type(again[2]) is OffsetNorm
     assert relative_error(original[2].w + 0.5, again[2].w) < 1e-15
     assert relative_error(expected, run(again, X)) < 1e-14
+
+
+def test_undoing_an_exact_conversion_gives_the_same_outputs() -> None:
+    original = model()
+    before = run(original, X)
+    new, report = ns.swap_norms(original, {"layer": "rms"}, X, method="exact")
+    assert type(new[1]) is not nn.LayerNorm
+    again = report.undo(new)
+    assert type(again[1]) is nn.LayerNorm
+    assert relative_error(before, run(again, X)) < 1e-14
+
+
+def test_folded_scale_cannot_be_put_back() -> None:
+    original = nn.Sequential(*list(model())[:2], nn.Linear(8, 4, dtype=torch.float64)).eval()
+    new, report = ns.swap_norms(original, {"layer": "rms"}, X, fold_affine=True)
+    expected = run(new, X)
+    with pytest.raises(ns.NormswapError, match="original"):
+        report.undo(new)
+    assert torch.equal(expected, run(new, X))
 
 
 def test_report_from_a_file_cannot_undo() -> None:
@@ -95,6 +115,7 @@ def test_norm_that_a_fused_forward_bypasses_is_refused() -> None:
             return self.other(nn.functional.layer_norm(x, (8,), n.weight, n.bias, n.eps))
 
     original = Fused().eval()
+    nn.init.normal_(original.norm.weight)
     new, report = ns.swap_norms(original, {nn.LayerNorm: "rms"}, X)
     by_name = {site.name: site for site in report.sites}
     assert by_name["norm"].reason == "bypassed"

@@ -40,6 +40,8 @@ from normswap.surgery import Surgery
 
 MAX_CUTS = 6
 MAX_TRIES = 40
+# What no op on the way could get round, and so the better reason to give.
+FINAL = ("output", "hook", "stale-alias", "data-dependent")
 
 
 class _NotWorthItError(Blocked):
@@ -125,8 +127,9 @@ class Centring:
                 return self._solve(site, [*cuts, cut])
             except _NotWorthItError:
                 break
-            except Blocked:
-                continue
+            except Blocked as blocked:
+                if blocked.root in FINAL:
+                    first = blocked
         raise first
 
     def _push_through(self, site: GraphSite, cuts: list[Cut]) -> Pushed:
@@ -310,7 +313,8 @@ class Conversion:
         """Add to a plan what was done outside of the norms."""
         self.surgery.finish(plan)
         plan.module_edits += [cut.edit for cut in self.cuts if cut.edit is not None]
-        plan.comparable += [name for name, c in self.done.items() if not c.folded]
+        behind = {cut.edit.module for cut in self.cuts if cut.edit is not None}
+        plan.comparable += [n for n, c in self.done.items() if not c.folded and n not in behind]
         places = [cut.where for cut in self.cuts if cut.edit is not None]
         if places:
             plan.notes.append(
