@@ -26,7 +26,7 @@ from normswap.plan import Plan
 from normswap.report import Report
 from normswap.rewrites.fold_affine import plan_fold_affine as _plan_fold_affine
 from normswap.rewrites.fold_batchnorm import plan_fold_batchnorm as _plan_fold_batchnorm
-from normswap.rewrites.swap import makes_rms
+from normswap.rewrites.swap import becoming_rms
 from normswap.rewrites.swap import plan_swap_norms as _plan_swap_norms
 from normswap.rewrites.to_rmsnorm import convert, plan_centring
 from normswap.surgery import Surgery
@@ -257,23 +257,25 @@ def _plan_swap(
         )
     if inputs is None:
         return _plan_swap_norms(model, mapping, where=wish.where, method=wish.method)
-    becoming_rms = _becoming_rms(model, mapping) if wish.method in ("auto", "exact") else set[str]()
-    if wish.keep_class and not becoming_rms:
-        raise NormswapError("keep_class=True is for LayerNorms that would become RMS norms")
     conversion, recorded = None, None
-    chosen = matcher(wish.where)
-    if becoming_rms:
+    if wish.method in ("auto", "exact") and _has_layer_norms(model, mapping):
         surgery = Surgery.on(model, inputs, new_biases=not wish.keep_class, untie=wish.untie)
-        recorded = surgery.capture
+        recorded, chosen = surgery.capture, matcher(wish.where)
+        layers = [s for s in surgery.sites if s.kind == "layer"]
+        calls = _observed_calls(recorded)
+        able = becoming_rms(model, mapping, calls, fold_affine=wish.fold_affine)
+        if wish.keep_class:
+            able = {site.site.name for site in layers}
         conversion = convert(
             surgery,
-            lambda site: site.site.name in becoming_rms and chosen(site.site),
+            lambda site: site.site.name in able and chosen(site.site),
             fold_affine=wish.fold_affine,
             keep_class=wish.keep_class,
         )
         if wish.keep_class:
-            layers = [s for s in surgery.sites if s.kind == "layer"]
             return plan_centring(conversion, [(s, chosen(s.site)) for s in layers])
+    elif wish.keep_class:
+        raise NormswapError("keep_class=True is for LayerNorms that would become RMS norms")
     recorded = recorded or capture(model, inputs)
     modules = {site.name for site in find_modules(model)}
     called = {call.path for call in recorded.calls}
@@ -290,16 +292,10 @@ def _plan_swap(
     )
 
 
-def _becoming_rms(model: nn.Module, mapping: Mapping[Key, Value]) -> set[str]:
-    """The layer norms whose value in the mapping stands for an RMS norm."""
-    found: set[str] = set()
-    for site in find_modules(model):
-        if site.spec is None or site.spec.kind != "layer":
-            continue
-        key = next((k for k in mapping if matches(k, site)), None)
-        if key is not None and makes_rms(mapping[key], site):
-            found.add(site.name)
-    return found
+def _has_layer_norms(model: nn.Module, mapping: Mapping[Key, Value]) -> bool:
+    """Whether the mapping asks for anything of a layer norm."""
+    layers = [s for s in find_modules(model) if s.spec is not None and s.spec.kind == "layer"]
+    return any(matches(key, site) for key in mapping for site in layers)
 
 
 def plan_fold_affine(

@@ -203,6 +203,21 @@ class Centre(Map):
             ref = program.emit("reshape", ref, shape=list(shape))
         return Centre(Vector(program, ref, shape))
 
+    def repeated(self, axis: int, count: int) -> Centre:
+        """The same map with a mean of its own for each of ``count`` positions of ``axis``.
+
+        In this form, unlike in the usual one, the axis is there to be cut or extended.
+        """
+        labels = self._labels()
+        sizes = [count if a == axis else size for a, size in enumerate(labels.shape)]
+        index = torch.arange(count).reshape([count if a == axis else 1 for a in range(len(sizes))])
+        labels = labels.expand(sizes)
+        labels = torch.where(labels < 0, labels, labels + (int(labels.max()) + 1) * index)
+        program = self.vector.program
+        ref = program.emit("table", values=labels.reshape(-1).double().tolist())
+        ref = program.emit("reshape", ref, shape=sizes)
+        return Centre(Vector(program, ref, tuple(sizes)))
+
     def at(self, move: Callable[[Vector], Vector]) -> Map:
         """The same map on the value that ``move`` makes of this one."""
         moved = move(self.vector)

@@ -247,10 +247,17 @@ def _layer(wish: _Wish) -> Construction:
 
 
 def _rms(wish: _Wish) -> Construction:
-    """``nn.RMSNorm`` where there is no bias to keep, ours where there is."""
+    """``nn.RMSNorm`` over the last axes; ours where there is a bias to keep, or over channels."""
     site = wish.site
     assert site.spec is not None
     affine, bias = _affine(site)
+    if on_channels(site.spec):
+        channels = {"num_channels": width_of(site), "eps": site.spec.eps}
+        return Construction(
+            "normswap.norms.ChannelRMSNorm",
+            {**channels, "elementwise_affine": affine, "bias": bias},
+            "over the channels at each position",
+        )
     kwargs: dict[str, Any] = {"normalized_shape": _shape(site), "eps": _eps(site)}
     kwargs["elementwise_affine"] = affine
     if not (bias or wish.ours):

@@ -101,6 +101,12 @@ CASES = [
         "ChannelLayerNorm(6, eps=1e-06, affine=True, bias=True)",
     ),
     Case(
+        "ChannelRMSNorm",
+        lambda: norms.ChannelRMSNorm(6),
+        (NCHW,),
+        "ChannelRMSNorm(6, eps=1e-06, affine=True, bias=False)",
+    ),
+    Case(
         "SampleLayerNorm",
         lambda: norms.SampleLayerNorm(6, bias=False),
         (NCHW,),

@@ -26,6 +26,22 @@ def test_over_channels_is_a_layer_norm_with_the_channels_last(shape: tuple[int, 
     assert relative_error(theirs(x.movedim(1, -1)).movedim(-1, 1), ours(x)) < 1e-14
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_over_channels_is_an_rms_norm_with_the_channels_last(
+    shape: tuple[int, ...], bias: bool
+) -> None:
+    ours = randomised(norms.ChannelRMSNorm(6, bias=bias)).double()
+    theirs = norms.RMSNorm(6, eps=1e-6, bias=bias).double()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = random_input(*shape)
+    assert relative_error(theirs(x.movedim(1, -1)).movedim(-1, 1), ours(x)) < 1e-14
+    centred = x - x.mean(1, keepdim=True)
+    layer = randomised(norms.ChannelLayerNorm(6, bias=bias)).double()
+    layer.load_state_dict(ours.state_dict(), strict=True)
+    assert relative_error(layer(x), ours(centred)) < 1e-14
+
+
 def test_over_channels_equals_timm_and_convnext() -> None:
     ours = randomised(norms.ChannelLayerNorm(6))
     x = random_input(2, 6, 5, 5, dtype=torch.float32)

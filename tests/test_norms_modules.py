@@ -205,6 +205,7 @@ FACTORIES = [
     (norms.MixingBatchNorm, (4,)),
     (norms.BatchGroupNorm, (2, 4)),
     (norms.ChannelLayerNorm, (4,)),
+    (norms.ChannelRMSNorm, (4,)),
     (norms.SampleLayerNorm, (4,)),
     (norms.OffsetLayerNorm, (4,)),
     (norms.RMSNorm, (4,)),

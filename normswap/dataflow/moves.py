@@ -130,11 +130,11 @@ def _is_apart(m: Centre, axis: int, start: int, stop: int, step: int) -> bool:
 
 def whole_of(piece: Map, axis: int, start: int, stop: int, size: int, step: int = 1) -> Map:
     """A map on a piece, on the whole value, whose other positions are left alone."""
-    if isinstance(piece, Centre) and axis not in piece.axes:
-        return piece
     full = len(range(start, stop, step))
     if full == size:
         return piece
+    if isinstance(piece, Centre) and axis not in piece.axes:
+        piece = piece.repeated(axis, full)
 
     def embed(v: Vector) -> Vector:
         shape = list(v.shape)
@@ -248,8 +248,6 @@ def either(m: Map, axis: int, only: Step, alike: Step) -> list[Step]:
     """A map on one piece of ``axis``: on that piece only, or, if it is constant there, on all."""
     if axis in m.axes:
         return [only]
-    if isinstance(m, Centre):
-        return [alike]
     return [alike, only] if m.axes else [only, alike]
 
 

@@ -11,7 +11,7 @@ from normswap.norms.local import GRN, DivisiveNorm, LocalContrastNorm
 from normswap.norms.normfree import FRN, TLU, Derf, DyT
 from normswap.norms.recurrent import FrameBatchNorm, SequenceBatchNorm
 from normswap.norms.recurrent_layers import BatchNormLSTM, BatchNormRNN
-from normswap.norms.rms import CRMSNorm, OffsetRMSNorm, PartialRMSNorm, RMSNorm
+from normswap.norms.rms import ChannelRMSNorm, CRMSNorm, OffsetRMSNorm, PartialRMSNorm, RMSNorm
 from normswap.norms.scale import FixNorm, LpNorm, ScaleNorm, fix_norm
 from normswap.norms.weight import (
     CentredWeight,
@@ -38,6 +38,7 @@ __all__ = [
     "CRMSNorm",
     "CentredWeight",
     "ChannelLayerNorm",
+    "ChannelRMSNorm",
     "Derf",
     "DivisiveNorm",
     "DyT",

@@ -1,4 +1,4 @@
-"""RMS norms: with a bias, over a part of the vector, with scale ``1 + weight``, compressed."""
+"""RMS norms: with a bias, over channels, over a part of the vector, ``1 + weight``, compressed."""
 
 # What forward and extra_repr do is said by the docstring of their class.
 # ruff: noqa: D102
@@ -11,8 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normswap.norms.arithmetic import Device, Shape, like, mean_square, scale_and_shift, widen
-from normswap.norms.base import LastAxesNorm
+from normswap.norms.arithmetic import (
+    Device,
+    Shape,
+    channel_affine,
+    like,
+    mean_square,
+    scale_and_shift,
+    widen,
+)
+from normswap.norms.base import ChannelNorm, LastAxesNorm
 
 
 class RMSNorm(LastAxesNorm):
@@ -75,6 +83,58 @@ class RMSNorm(LastAxesNorm):
         weight = like(self.weight, source)
         out = F.rms_norm(source, list(self.normalized_shape), weight, self._eps(wide))
         return scale_and_shift(out, None, self.bias).to(x.dtype)
+
+
+class ChannelRMSNorm(ChannelNorm):
+    """RMSNorm over the channels of each position, for channels-first inputs of any rank.
+
+    ``y = x / sqrt(mean(x²) + eps) * weight + bias`` with the mean over axis 1. It is the exact
+    replacement of a :class:`ChannelLayerNorm` whose input has no mean over the channels.
+
+    Shapes: ``[N, C, *]`` to the same; parameters ``[C]``.
+
+    Args:
+        num_channels: the number of channels; ``normalized_shape`` is ``(num_channels,)``.
+        eps: added to the mean square, inside the root.
+        elementwise_affine: whether there is a scale.
+        bias: whether there is a shift too.
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: for another number of channels.
+
+    Source: Zhang and Sennrich 2019, section 4, on another axis.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        self.normalized_shape = (num_channels,)
+        self.elementwise_affine = elementwise_affine
+        self.reset_parameters()
+
+    @property
+    def variance_epsilon(self) -> float:
+        """``eps`` under the name that transformers models read."""
+        return self.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        wide = widen(x)
+        out = wide * torch.rsqrt(mean_square(wide, (1,)) + self.eps)
+        return channel_affine(out, self.weight, self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
 
 
 class PartialRMSNorm(LastAxesNorm):

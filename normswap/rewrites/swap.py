@@ -50,6 +50,9 @@ from normswap.targets import (
     with_width,
 )
 
+CallShape = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of what a norm got in a recorded run."""
+
 METHODS = ("auto", "exact", "copy", "init")
 COUNTER = "num_batches_tracked"
 
@@ -60,7 +63,7 @@ def plan_swap_norms(
     *,
     where: Where = None,
     method: str = "auto",
-    calls: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    calls: Mapping[str, CallShape] | None = None,
     functional: Iterable[NormSite] = (),
     bypassed: Collection[str] = (),
     conversion: Conversion | None = None,
@@ -98,7 +101,7 @@ class _Swapping:
         mapping: Mapping[Key, Value],
         where: Where,
         method: str,
-        calls: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        calls: Mapping[str, CallShape],
         functional: Iterable[NormSite],
         bypassed: Collection[str],
         conversion: Conversion | None,
@@ -344,15 +347,61 @@ def _new_norm(site: NormSite, value: Value, shape: tuple[int, ...] | None) -> Ne
     return NewNorm(construction, builder, module, found if isinstance(found, NormSpec) else None)
 
 
-def makes_rms(value: Value, site: NormSite) -> bool:
-    """Whether a value of a mapping makes an RMS norm of a site; a callable is not called for it."""
-    if not isinstance(value, (type, str)):
-        return False
+def becoming_rms(
+    model: nn.Module,
+    mapping: Mapping[Key, Value],
+    calls: Mapping[str, CallShape],
+    *,
+    fold_affine: bool = False,
+) -> set[str]:
+    """The layer norms for which the mapping makes an RMS norm that could stand there.
+
+    That is a module that runs on what the layer norm gets, returns the same dtype, and computes
+    the same on inputs without a mean; with ``fold_affine`` it need not have a shift. A callable of
+    a mapping is not called for it.
+    """
+    found: set[str] = set()
+    known: dict[object, bool] = {}
+    for site in find_modules(model):
+        if site.spec is None or site.spec.kind != "layer":
+            continue
+        value = next((v for k, v in mapping.items() if matches(k, site)), None)
+        if not isinstance(value, (type, str)):
+            continue
+        call = calls.get(site.name, (None, None))
+        key = configuration(site.module) if site.module is not None else None
+        asked = (key, value, call)
+        if key is None or asked not in known:
+            known[asked] = _equals_rms(site, value, *call, fold_affine=fold_affine)
+        if known[asked]:
+            found.add(site.name)
+    return found
+
+
+def _equals_rms(
+    site: NormSite,
+    value: Value,
+    shape: tuple[int, ...] | None,
+    dtype: torch.dtype | None,
+    *,
+    fold_affine: bool,
+) -> bool:
+    """Whether the value makes an RMS norm that equals a layer norm on inputs without a mean."""
     try:
-        new = _new_norm(site, value, None)
+        site = with_width(site, shape)
+        new = _new_norm(site, value, shape)
+        if new.spec is None or new.spec.kind != "rms":
+            return False
+        require_same_layout(site, new, shape)
+        require_running(site, new, shape)
+        if dtype is not None:
+            require_same_dtype(site, new, dtype)
     except NormswapError:
         return False
-    return new.spec is not None and new.spec.kind == "rms"
+    assert site.spec is not None
+    zeroed = site.spec.bias if fold_affine and new.spec.bias is None else None
+    error = difference(site, new, shape, centred=True, zeroed=zeroed)
+    return error is not None and error <= EXACT
 
 
 def _alike(site: NormSite, new: NewNorm) -> object | None:

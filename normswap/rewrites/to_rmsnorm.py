@@ -22,7 +22,7 @@ Pre-CRMSNorm Transformers*, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -69,6 +69,7 @@ class Centring:
     """Centres one stream after the other; ``centred`` holds the values that have no mean."""
 
     surgery: Surgery
+    sites: Sequence[GraphSite]  # the norms for whose sake it is done
     keep_class: bool = False
     centred: dict[Value, Map] = field(default_factory=dict[Value, Map])
     cuts: list[Cut] = field(default_factory=list[Cut])
@@ -212,8 +213,7 @@ class Centring:
         count = sum(len(cut.values) for cut in added)
         freed = sum(
             i.x in pushed.maps and i.x not in self.centred
-            for site in self.surgery.sites
-            if site.kind == "layer" and site.path is not None
+            for site in self.sites
             for i in site.instances
         )
         if added and freed <= count:
@@ -315,6 +315,11 @@ class Conversion:
         plan.module_edits += [cut.edit for cut in self.cuts if cut.edit is not None]
         behind = {cut.edit.module for cut in self.cuts if cut.edit is not None}
         plan.comparable += [n for n, c in self.done.items() if not c.folded and n not in behind]
+        if any(op == "centre" for op in self.surgery.ops.values()):
+            plan.notes.append(
+                "the streams between the layers have no mean any more: recorded hidden states and "
+                "hooks on inner layers see them so"
+            )
         places = [cut.where for cut in self.cuts if cut.edit is not None]
         if places:
             plan.notes.append(
@@ -338,10 +343,10 @@ def convert(
         fold_affine: fold their gamma and beta into the layers that read them, too.
         keep_class: the norms stay LayerNorms; no op is added, and affines are folded.
     """
-    centring = Centring(surgery, keep_class=keep_class)
+    sites = [s for s in surgery.sites if s.kind == "layer" and s.path is not None and chosen(s)]
+    centring = Centring(surgery, sites, keep_class=keep_class)
     conversion = Conversion(surgery, centring.cuts)
     folding = AffineFolding(surgery)
-    sites = [s for s in surgery.sites if s.kind == "layer" and s.path is not None and chosen(s)]
     for site in sites:
         try:
             centring.centre(site)
