@@ -23,7 +23,7 @@ from normswap.forms import StoredTensor
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program
 
-MAX_VISITS = 50_000
+LEAST_VISITS, VISITS_PER_OP = 1000, 4
 
 
 @dataclass
@@ -72,6 +72,7 @@ class _Push:
         self.fixed = fixed
         self.against = against
         self.visits = 0
+        self.limit = LEAST_VISITS
 
     def solve(self, state: _State) -> _State:
         """Visit ops until none is left; where an op leaves a choice, try each in turn."""
@@ -95,8 +96,8 @@ class _Push:
 
     def _visit(self, state: _State, value: Value, op: fx.Node) -> list[Step]:
         self.visits += 1
-        if self.visits > MAX_VISITS:
-            raise Blocked("op", f"more than {MAX_VISITS} ops would have to be changed together")
+        if self.visits > self.limit:
+            raise Blocked("op", f"no way was found in {self.limit} steps")
         m = state.maps[value]
         settled = state.settled.get(_constraint(op, value, m))
         if settled is not None:
@@ -234,7 +235,10 @@ def push(
     Raises:
         Blocked: some path ends at something that cannot take its map.
     """
+    starts = list(starts)
     pushing = _Push(program, set(starts), set(fixed), set(written), left or {}, against=against)
+    if starts:  # each op is visited from each of its values once, unless choices are tried
+        pushing.limit = LEAST_VISITS + VISITS_PER_OP * len(starts[0].graph.nodes)
     state = _State({}, {}, [], {})
     for node, m in maps:
         pushing.set(state, node, m, None)

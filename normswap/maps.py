@@ -13,6 +13,7 @@ permutations by applying them to ``v``; ``fill`` stands where a value is left al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -144,6 +145,11 @@ class Shift(Map):
         return bool(self.vector.known and (self.vector.value == 0).all())
 
 
+# Parts of a packed layer have fewer; parts of a sequence or of an image, which nothing could
+# write one by one, have more.
+MAX_LABELS = 1 << 14
+
+
 @dataclass(frozen=True)
 class Centre(Map):
     """``new = old - mean(old)`` over the positions of the axes that share a label.
@@ -210,6 +216,8 @@ class Centre(Map):
         """
         labels = self._labels()
         sizes = [count if a == axis else size for a, size in enumerate(labels.shape)]
+        if math.prod(sizes) > MAX_LABELS:
+            raise Blocked("axis-mismatch", "is a part of an axis, whose other parts stay")
         index = torch.arange(count).reshape([count if a == axis else 1 for a in range(len(sizes))])
         labels = labels.expand(sizes)
         labels = torch.where(labels < 0, labels, labels + (int(labels.max()) + 1) * index)

@@ -293,11 +293,15 @@ class Program:
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in value)
+        return tuple(value) if value and isinstance(value[0], (int, float)) else _each(value)
     return value
+
+
+def _each(value: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(_frozen(v) for v in value)
 
 
 @dataclass(frozen=True)

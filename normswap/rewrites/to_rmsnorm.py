@@ -38,8 +38,8 @@ from normswap.program import Program
 from normswap.rewrites.fold_affine import NOTHING, AffineFolding
 from normswap.surgery import Surgery
 
-MAX_CUTS = 6
-MAX_TRIES = 40
+MAX_CUTS = 32
+MAX_TRIES = 48
 # What no op on the way could get round, and so the better reason to give.
 FINAL = ("output", "hook", "stale-alias", "data-dependent")
 
