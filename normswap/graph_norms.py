@@ -39,7 +39,10 @@ def norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
         if site.spec is not None and site.spec.kind in KINDS
     ]
     _rename(capture, renamed)
-    return sites + [_of_function(s, n) for s, n in functional if s.spec and s.spec.kind in KINDS]
+    sites += [_of_function(s, n) for s, n in functional if s.spec and s.spec.kind in KINDS]
+    for instance in (i for site in sites for i in site.instances):
+        instance.x = instance.y.all_input_nodes[0]  # itself a norm that has a new node, perhaps
+    return sites
 
 
 def _nodes_inside(capture: Capture, modules: set[str]) -> dict[ModuleCall, list[fx.Node]]:

@@ -198,7 +198,8 @@ class Centre(Map):
         whole = bool((labels == 0).all())
         labels = labels if whole else _shrunk(labels)
         shape, flat = tuple(labels.shape), labels.reshape(-1)
-        size, block = flat.numel(), int((flat == flat[0]).sum())
+        size = flat.numel()
+        block = int((flat == flat[0]).sum()) if size else 1
         if whole or bool((flat == 0).all()):
             ref = program.emit("constant", value=0.0, shape=list(shape))
         elif torch.equal(flat, torch.arange(size) // block):
