@@ -71,7 +71,7 @@ class ModuleCall:
     dtype: torch.dtype | None = None
     arguments: dict[int | str, fx.Node] = field(default_factory=dict[int | str, fx.Node])
     output: fx.Node | None = None  # where it returns one tensor
-    flags: bool = False  # called with Python values that steer it (booleans, strings)
+    flags: bool = False  # called with Python values that may hang on data read before
     reads_data: bool = False  # an input-dependent data read happened inside
 
     def ancestors(self) -> Iterator[ModuleCall]:
@@ -89,7 +89,8 @@ class Capture:
     Each node's ``meta`` holds ``shape``, ``dtype``, ``call`` (the :class:`ModuleCall`) and
     ``from_input`` (whether it depends on an input of the model), for a placeholder ``kind``
     (``"input"``, ``"tensor"`` with its :class:`StoredTensor` under ``tensor``, or
-    ``"constant"``), and for ops of a ``GraphModule`` its ``origin`` (module path, node name).
+    ``"constant"``), ``unread`` for ops that nothing comes of, and for ops of a
+    ``GraphModule`` its ``origin`` (module path, node name).
     """
 
     graph: fx.Graph
@@ -128,14 +129,23 @@ def capture(model: nn.Module, inputs: Inputs) -> Capture:
 
 def _has_hooks(module: nn.Module) -> bool:
     hooks = [hook for slot in _HOOK_SLOTS for hook in getattr(module, slot, {}).values()]
-    return not all(isinstance(hook, PartOfModel) for hook in hooks)
+    return not all(_is_part_of_model(hook) for hook in hooks)
+
+
+def _is_part_of_model(hook: Any) -> bool:
+    """Whether a hook belongs to the model: ours, and those by which transformers collects outputs.
+
+    What transformers collects is an output where the caller asked for it, and else is dropped.
+    """
+    library = str(getattr(hook, "__module__", "")).partition(".")[0]
+    return isinstance(hook, PartOfModel) or library == "transformers"
 
 
 def _keep_own_hooks(module: nn.Module) -> None:
     """Leave only those hooks that are part of the model."""
     for slot in _HOOK_SLOTS:
         hooks = getattr(module, slot, {}).items()
-        own = {number: hook for number, hook in hooks if isinstance(hook, PartOfModel)}
+        own = {number: hook for number, hook in hooks if _is_part_of_model(hook)}
         setattr(module, slot, OrderedDict(own))
 
 
@@ -308,7 +318,8 @@ class _Recorder(TorchDispatchMode):
             number = self.call_counts.get(name, 0)
             self.call_counts[name] = number + 1
             self.call = ModuleCall(name, number, self.call, type(module))
-            self.call.flags = any(isinstance(a, (bool, str)) for a in (*args, *kwargs.values()))
+            steered = any(isinstance(a, (bool, str)) for a in (*args, *kwargs.values()))
+            self.call.flags = steered and bool(self.data_reads)
             first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             if first is not None:
                 self.call.shape, self.call.dtype = tuple(first.shape), first.dtype
@@ -485,6 +496,7 @@ class _Recorder(TorchDispatchMode):
             returned = list(tensors_by_path(result, outputs).values())
         seen = {id(t): t for t in (*returned, *kept)}
         self.graph.output(tuple(self.node_of(t) for t in seen.values()))
+        _mark_unread(self.graph, self.data_reads)
         return Capture(
             self.graph, self.stored, self.calls, self.names, not self.fake, self.data_reads
         )
@@ -502,6 +514,19 @@ class _Recorder(TorchDispatchMode):
             found = None if tensor is None else self._nodes.get(id(tensor))
             if tensor is not None and found is not None and found[1].op != "placeholder":
                 yield tensor  # a buffer that the run wrote to
+
+
+def _mark_unread(graph: fx.Graph, data_reads: list[fx.Node]) -> None:
+    """Set ``meta["unread"]`` on ops that nothing comes of (code that only asks for a shape)."""
+    counting = {stale_read, hook_read}
+    read: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        counts = node.op == "output" or node.target in counting or mutable or node in data_reads
+        if counts or node in read:
+            read.update(node.all_input_nodes)
+        elif node.op == "call_function":
+            node.meta["unread"] = True
 
 
 class _Strong:

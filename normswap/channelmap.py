@@ -120,7 +120,8 @@ class _Push:
 
     def _explained(self, state: _State, blocked: Blocked, value: Value, op: fx.Node) -> Blocked:
         """The reason with its place and, off the straight way, how the push got there."""
-        if op in _producers(value) and not op.meta.get("from_input", True):
+        weight = not isinstance(state.maps[value], Centre) and op in _producers(value)
+        if weight and not op.meta.get("from_input", True):
             return Blocked(
                 "parametrised",
                 f"a weight is computed ({describe(op)}), not stored: {blocked.detail}",
@@ -196,11 +197,13 @@ class _Push:
         state.queue += [
             (target, op)
             for op in dict.fromkeys(around)
-            if op is not origin and op not in self.starts
+            if op is not origin and op not in self.starts and not op.meta.get("unread")
         ]
 
     def _has_already(self, target: Value, m: Map) -> bool:
         """Whether a value needs nothing more to have a map."""
+        if 0 in node_of(target).meta.get("shape", ()):
+            return True
         done = self.left.get(target)
         if done is not None and done.same(m):
             return True
@@ -299,7 +302,9 @@ def require_one_path(capture: Capture, pushes: Iterable[Pushed]) -> None:
             "data-dependent", f"{where} reads data, so one recorded run does not show every path"
         )
     if inner.flags:
-        raise Blocked("data-dependent", f"{inner.path!r} is steered by an argument")
+        raise Blocked(
+            "data-dependent", f"{inner.path!r} is steered by an argument that may hang on data"
+        )
     prefix = f"{inner.path}." if inner.path else ""
     called = {call.path for call in capture.calls}
     for tensor in capture.tensors.values():  # what a called module did not read, another path may

@@ -73,7 +73,7 @@ def _of_module(
     if spec.activation is not None:
         found.blocked = Blocked("op", f"{spec.activation!r} is applied to its result")
     for call in calls:
-        instance = _collapsed(capture.graph, site, found, inside.get(call, []))
+        instance = _collapsed(capture.graph, site, found, inside.get(call, []), call.output)
         if instance is None:
             found.blocked = Blocked("op", "its ops are not one chain from one input to one output")
             break
@@ -90,7 +90,11 @@ def _tensors(site: NormSite, spec: NormSpec, capture: Capture) -> dict[str, Stor
 
 
 def _collapsed(
-    graph: fx.Graph, site: NormSite, found: GraphSite, own: list[fx.Node]
+    graph: fx.Graph,
+    site: NormSite,
+    found: GraphSite,
+    own: list[fx.Node],
+    output: fx.Node | None,
 ) -> tuple[fx.Node, Instance] | None:
     """One node in the place of ``own``: the old output and the new evaluation."""
     members = set(own)
@@ -99,6 +103,8 @@ def _collapsed(
     sources = {s for node in own for s in node.all_input_nodes if s not in members}
     sources = {s for s in sources if s.meta.get("kind") not in ("tensor", "constant")}
     read = [node for node in own if any(user not in members for user in node.users)]
+    if not read and output in members:  # nobody reads its result
+        read = [output]
     unread = any(t is not None and t.node is None for t in tensors)
     if len(sources) != 1 or len(read) != 1 or unread:
         return None

@@ -228,6 +228,7 @@ class Concatenating(Rule):
         rank = len(shape_of(node))
         axis = argument(node, 1, "dim", 0) % rank
         parts = [p for p in parts if stacked or len(shape_of(p)) == rank]  # legacy empty parts
+        parts = [p for p in parts if p is source or 0 not in shape_of(p)]  # nothing is in there
         pieces: list[tuple[fx.Node, int, int, tuple[int, ...]]] = []
         start = 0
         for part in parts:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from normswap.dataflow.rule import Rule, Step, argument, down, op_name, permutation, shape_of, up
+from normswap.dataflow.rule import (
+    Rule,
+    Step,
+    argument,
+    down,
+    op_name,
+    permutation,
+    shape_of,
+    up,
+    varies_on,
+)
 from normswap.maps import Blocked, Centre, Map
 from normswap.program import Program, Vector
 
@@ -181,6 +191,21 @@ class Indexing(Rule):
         if not m.axes <= set(places):
             raise Blocked("axis-mismatch", "picks positions of the mapped axis")
         return [[(node, moved_axes(m, places, len(shape_of(node))))]]
+
+
+@dataclass(frozen=True)
+class Gathering(Rule):
+    """``gather(x, dim, index)`` of whole rows: the index is the same along the mapped axis."""
+
+    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+        """The same map on the other side."""
+        x, index = node.args[0], node.args[2]
+        assert isinstance(x, fx.Node)
+        rank = len(shape_of(x))
+        axis = argument(node, 1, "dim") % rank
+        if source not in (node, x) or axis in m.axes or varies_on(index, m.axes, rank):
+            raise Blocked("op", "picks each position on its own")
+        return [[(x if source is node else node, m)]]
 
 
 def kept_axes(indices: Sequence[object], rank: int, result: int) -> dict[int, int]:

@@ -166,7 +166,7 @@ def varies_on(value: Any, axes: Iterable[int], rank: int) -> bool:
     """
     if not isinstance(value, fx.Node):
         return False
-    while value.op == "call_function" and op_name(value) in EXPANDS:
+    while value.op == "call_function" and op_name(value) in EXPANDS | {"repeat"}:
         source = value.args[0]
         assert isinstance(source, fx.Node)
         value = source

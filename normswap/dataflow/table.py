@@ -25,6 +25,7 @@ from normswap.dataflow.joins import (
 )
 from normswap.dataflow.moves import (
     Expanding,
+    Gathering,
     Indexing,
     Padding,
     Permuting,
@@ -145,6 +146,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("repeat", "tile"), Repeating()),
     "repeat_interleave": Passing(axes=one_axis(2)),
     "index": Indexing(),
+    "gather": Gathering(),
     **dict.fromkeys(("slice", "select", "narrow"), Slicing()),
     "unfold": Unfolding(),
     **dict.fromkeys(_SPLITS, Splitting()),
