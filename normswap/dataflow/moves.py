@@ -316,7 +316,9 @@ class Splitting(Rule):
         item, start, stop, kept = next(p for p in pieces if p[0] is source)
         back = m.carried(shape_of(item), kept)
         only: Step = [(x, whole_of(back, axis, start, stop, shape_of(x)[axis]))]
-        others: Step = [(other, back.carried(k, shape_of(other))) for other, _, _, k in pieces]
+        others: Step = []
+        if axis not in back.axes:
+            others = [(other, back.carried(k, shape_of(other))) for other, _, _, k in pieces]
         return either(back, axis, only, [(x, back), *others])
 
     def _pieces(self, node: fx.Node, axis: int) -> list[tuple[fx.Node, int, int, tuple[int, ...]]]:
