@@ -197,8 +197,12 @@ class _Push:
         state.queue += [
             (target, op)
             for op in dict.fromkeys(around)
-            if op is not origin and op not in self.starts and not op.meta.get("unread")
+            if op is not origin and not op.meta.get("unread") and self._is_asked(op, producers)
         ]
+
+    def _is_asked(self, op: fx.Node, producers: list[fx.Node]) -> bool:
+        """What a push starts from is not asked as a reader; it may write the value as well."""
+        return op not in self.starts or (self.against and op in producers)
 
     def _has_already(self, target: Value, m: Map) -> bool:
         """Whether a value needs nothing more to have a map."""

@@ -147,7 +147,9 @@ def random_beta(kind: str, width: int) -> Tensor:
     if kind == "zero":
         return torch.zeros(width)
     values = torch.randn(width) + 0.3
-    return values - values.mean() if kind == "centred" else values
+    if kind == "centred":  # exactly
+        values[width // 2 :] = -values[: width // 2]
+    return values
 
 
 def apply_norm(norm: Norm, module: nn.Module, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ and not one of them before.
 * A writer that cannot take ``C`` may be followed by one op that removes the mean, at the boundary
   of a module. That is done where it frees more norms than it adds ops.
 * A LayerNorm that stays (``keep_class``) removes the mean itself, so a table that is also the
-  weight of a tied output layer is left as it is.
+  weight of a tied output layer, or is not saved, is left as it is.
 
 Source: Ashkboos et al. 2024, *SliceGPT*, section 3.1; Jiang et al. 2023, *Pre-RMSNorm and
 Pre-CRMSNorm Transformers*, section 3.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from normswap.capture import ModuleCall
-from normswap.channelmap import Pushed, push, require_one_path
+from normswap.channelmap import Pushed, describe, node_of, push, require_one_path
 from normswap.dataflow import RULES, Value, norm_axes, op_name
 from normswap.find import GraphSite
 from normswap.graphs import calls_around
@@ -90,7 +90,7 @@ class Centring:
         pushed, cuts = self._solve(site, [])
         self.centred |= {v: m for v, m in pushed.maps.items() if isinstance(m, Centre)}
         self.cuts += cuts
-        left = ", ".join(repr(cut.where) for cut in cuts if cut.edit is None)
+        left = ", ".join(cut.where for cut in cuts if cut.edit is None)
         self.uncentred |= dict.fromkeys(pushed.maps, left) if left else {}
 
     def left_in(self, site: GraphSite) -> str:
@@ -179,10 +179,9 @@ class Centring:
             if value in cut_already or axis is None:
                 continue
             if self.keep_class:
-                table = blocked.place[0]
-                stored = table.meta.get("tensor") if isinstance(table, fx.Node) else None
-                if stored is not None and blocked.code == "shared":
-                    yield Cut((value,), axis, None, stored.name)
+                table = node_of(blocked.place[0])
+                if table.op == "placeholder" and table.meta["kind"] != "input":
+                    yield Cut((value,), axis, None, describe(table))
                 return
             for cut in self._boundaries(value, axis):
                 if not cut_already & set(cut.values):
@@ -351,7 +350,7 @@ def convert(
         try:
             centring.centre(site)
             left = centring.left_in(site)
-            words = f" but for the tied table {left}" if left else ""
+            words = f" but for {left}" if left else ""
             conversion.done[site.site.name] = Converted(words=words)
         except Blocked as blocked:
             conversion.refused[site.site.name] = blocked
@@ -369,10 +368,10 @@ def _folded(folding: AffineFolding, site: GraphSite) -> Converted:
         words = folding.fold(site)
     except Blocked as blocked:
         return Converted(words=f"; scale and shift kept ({blocked.detail})")
-    if words.startswith(NOTHING):
-        return Converted()
     bias = site.tensors.get("bias")
     gone = bias is None or folding.is_zero(bias.name)
+    if words.startswith(NOTHING):
+        return Converted(without_shift=gone)
     return Converted(without_shift=gone, folded=True, words=f"; {words}")
 
 
@@ -388,6 +387,8 @@ def plan_centring(conversion: Conversion, answered: Iterable[tuple[GraphSite, bo
         blocked = conversion.refused.get(site.site.name)
         if not chosen:
             blocked = Blocked("where", "not selected by where=")
+        elif site.path is None:
+            blocked = Blocked("functional", "it is a call without a module")
         row = SiteOutcome(site.site.name, site.kind, "kept", "refused", names=site.site.names)
         if blocked is not None:
             row = replace(row, reason=blocked.code, detail=blocked.detail)
