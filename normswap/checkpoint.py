@@ -428,6 +428,8 @@ def _names_in(plan: Plan, store: TensorStore, name: str) -> list[str]:
 
 def _resolve(plan: Plan, store: TensorStore, name: str) -> str:
     names = _names_in(plan, store, name)
+    if not names and name in plan.created:  # made by the plan itself, like another
+        return _resolve(plan, store, plan.created[name]["like"])
     if not names:
         raise CheckpointError(
             f"{store.path}: there is no tensor {name!r}, which the plan needs; was the plan made "

@@ -24,6 +24,8 @@ from small_models import build, heads, is_usable, outputs, randomise_all
 from small_transformers import centring_ops
 from torch import nn
 
+from normswap.outputs import flatten
+
 STORE = RESULTS / "rmsnorm.jsonl"
 TABLE = HERE / "rmsnorm.md"
 WRONG = 1e-10
@@ -88,6 +90,8 @@ def sweep(name: str) -> Record:
     record |= _converted(model, inputs, before)
     if record["converted"]:
         record["folded"] = _folded(model, inputs, before)
+    if any("output:" in d or d.startswith("shared") for d in record["details"]):
+        record["freer"] = _freer(model, inputs, before)
     record["changed_original"] = relative_error(before, outputs(model, inputs)) > 0
     return record
 
@@ -101,8 +105,19 @@ def _folded(model: nn.Module, inputs: Keywords, before: Any) -> Record:
     return {k: folded[k] for k in ("converted", "plain", "error", "wrong")}
 
 
-def _converted(model: nn.Module, inputs: Keywords, before: Any, **options: bool) -> Record:
-    """One conversion: counts, refusals and the difference of the outputs."""
+def _freer(model: nn.Module, inputs: Keywords, before: Any) -> Record:
+    """The conversion where tied tables may be separated and only the main outputs must stay."""
+    main = [n for n in flatten(before) if n.startswith("logits") or n.endswith("_embeds")]
+    options: dict[str, Any] = {"untie": True, "outputs": main or None}
+    try:
+        freer = _converted(model, inputs, before, **options)
+    except Exception as error:
+        return {"failure": pool.failure(error)["failure"]}
+    return {k: freer[k] for k in ("converted", "ops", "error", "wrong")}
+
+
+def _converted(model: nn.Module, inputs: Keywords, before: Any, **options: Any) -> Record:
+    """One conversion: counts, refusals and the difference of the outputs that must stay."""
     import normswap as ns
 
     start = time.perf_counter()
@@ -110,7 +125,8 @@ def _converted(model: nn.Module, inputs: Keywords, before: Any, **options: bool)
     seconds = time.perf_counter() - start
     exact = [s for s in report.sites if s.status == "exact" and s.kind == "layer"]
     refused = [s for s in report.sites if s.status == "refused"]
-    error = relative_error(before, outputs(new, inputs))
+    kept = options.get("outputs")
+    error = relative_error(flatten(before, kept), flatten(outputs(new, inputs), kept))
     return {
         "converted": len(exact),
         "ops": len(centring_ops(new)),
@@ -212,6 +228,8 @@ def _summary(records: list[Record], ran: list[Record], failed: list[Record]) -> 
     lost = sorted({r["name"].split()[0] for r in failed} - built)
     layers, converted = sum(r["layers"] for r in ran), sum(r["converted"] for r in ran)
     folded = [r["folded"] for r in ran if "folded" in r]
+    freer = [r["freer"] for r in ran if "freer" in r]
+    freed = sum(r["converted"] for r in ran if "freer" in r)
     errors = [r["error"] for r in ran if not r["wrong"]]
     return [
         f"{len({r['name'].split()[0] for r in records})} model types, {len(built)} built; "
@@ -228,6 +246,11 @@ def _summary(records: list[Record], ran: list[Record], failed: list[Record]) -> 
         f"{sum(f.get('converted', 0) for f in folded)}; wrong: "
         f"{_list(r['name'] for r in ran if r.get('folded', {}).get('wrong'))}; an error: "
         f"{_list(r['name'] for r in ran if 'failure' in r.get('folded', {}))}",
+        f"- Where a tied table or an output that is no logit or embedding is in the way, with "
+        f"`untie=True` and `outputs=` (*freer*): {sum(f.get('converted', 0) for f in freer)} norms "
+        f"of {len(freer)} classes instead of {freed}; wrong: "
+        f"{_list(r['name'] for r in ran if r.get('freer', {}).get('wrong'))}; an error: "
+        f"{_list(r['name'] for r in ran if 'failure' in r.get('freer', {}))}",
         f"- Original changed: {_list(r['name'] for r in ran if r['changed_original'])}",
         f"- Without an answer: {_list(r['name'] for r in ran if r['unanswered'])}",
         f"- Outputs that say nothing: {_list(r['name'] for r in ran if not r['usable'])}",
@@ -244,9 +267,11 @@ def _named_check(ran: list[Record]) -> list[str]:
         whole = model_type in CONVERT_WHOLE
         for r in by_type.get(model_type, []):
             called = r["layers"] - r["refused"].get("not-called", 0)
-            ok = r["converted"] == called if whole else r["converted"] < called
+            most = max(r["converted"], r.get("freer", {}).get("converted", 0))
+            ok = most == called if whole else r["converted"] < called
             expected = "whole" if whole else "refusals"
             found = f"{r['converted']}/{called}" + ("" if not r["refused"] else f", {_why(r)}")
+            found += f"; freer: {most}/{called}" if "freer" in r else ""
             lines.append(f"| {r['name']} | {expected} | {found} | {'ok' if ok else '**no**'} |")
         if model_type not in by_type:
             lines.append(f"| {model_type} | | not built | **no** |")
