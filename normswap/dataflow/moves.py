@@ -11,6 +11,7 @@ from torch import fx
 
 from normswap.dataflow.rule import (
     Rule,
+    ShapeOfSecond,
     Step,
     argument,
     down,
@@ -25,7 +26,7 @@ from normswap.program import Program, Vector
 
 
 @dataclass(frozen=True)
-class Reshaping(Rule):
+class Reshaping(ShapeOfSecond):
     """``y`` holds the numbers of ``x`` in the same order in another shape."""
 
     def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
@@ -108,7 +109,7 @@ def channel_shuffle(
 
 
 @dataclass(frozen=True)
-class Expanding(Rule):
+class Expanding(ShapeOfSecond):
     """``y`` repeats ``x`` along axes of size 1."""
 
     def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:

@@ -122,6 +122,14 @@ class Rule:
         return node
 
 
+class ShapeOfSecond(Rule):
+    """Base of rules of ops whose first argument is the value; others may lend a shape or dtype."""
+
+    def constraint(self, node: fx.Node, source: Value, m: Map) -> Any:
+        """A value that only lends its shape takes part in nothing."""
+        return node if source is node or source is node.args[0] else (node, "shape")
+
+
 def only_on(m: Map, axes: Sequence[int], what: str) -> None:
     """Raise unless the map varies on ``axes`` only."""
     if not m.axes <= set(axes):
