@@ -14,6 +14,7 @@ from normswap.dataflow.rule import (
     NONNEGATIVE,
     PASS,
     Rule,
+    ShapeOfSecond,
     Step,
     argument,
     op_name,
@@ -25,7 +26,7 @@ from normswap.program import Program
 
 
 @dataclass(frozen=True)
-class Passing(Rule):
+class Passing(ShapeOfSecond):
     """``y = f(x)`` that acts alike on every position of the mapped axis.
 
     ``axes`` gives the axes of ``x`` that the op mixes or resamples, on which a map may not vary.
@@ -43,6 +44,8 @@ class Passing(Rule):
         """The same map on the other side."""
         x = node.args[0]
         assert isinstance(x, fx.Node)
+        if source not in (node, x) and op_name(node) == "type_as":
+            return [[]]  # it lends its dtype
         if source not in (node, x) or sum(a is x for a in node.all_input_nodes) != 1:
             raise Blocked("op", "a value that it computes with")
         condition = {"scale": self.scale, "shift": self.shift}.get(m.kind, self.centre)
