@@ -31,6 +31,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
 def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert blocks
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {}
     for block in blocks:
