@@ -177,7 +177,7 @@ class Centre(Map):
         sizes = [size if axis in involved else 1 for axis, size in enumerate(shape)]
         labels = self._labels().expand(sizes)
         others = [a for a in involved if self.vector.shape[a] == 1 and shape[a] > 1]
-        if others:
+        if others and labels.numel():
             count = int(labels.max()) + 1
             index = torch.zeros(sizes, dtype=labels.dtype)
             for axis in others:

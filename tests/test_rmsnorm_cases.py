@@ -1395,3 +1395,34 @@ def test_inputs_by_keyword_and_by_position_agree() -> None:
         verify=False,
     )
     assert_state_equal(named, new.model.state_dict())
+
+
+def test_norm_behind_a_norm_that_is_a_later_module_is_refused() -> None:
+    """What a norm reads is looked up after every norm has become one node of the graph."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.enter, self.leave = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(self.last(self.first(self.enter(x))))
+
+    model = fill_all(Behind())
+    _, report = convert(model, torch.randn(2, 5, dtype=torch.float64))
+    assert statuses(report) == {"last": "norm-writer", "first": "exact"}
+
+
+def test_norm_whose_output_joins_the_stream_it_reads_is_asked_as_a_writer() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+            self.inner, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.enter(x)
+            return self.leave(self.last(y + self.inner(y)))
+
+    convert(fill_all(Joined()), torch.randn(2, 5, dtype=torch.float64))
