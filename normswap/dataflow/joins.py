@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from normswap.dataflow.moves import either, kept_axes, moved_axes, piece_of, whole_of
+from normswap.dataflow.moves import alone, either, kept_axes, moved_axes, piece_of
 from normswap.dataflow.rule import (
     NONNEGATIVE,
     PASS,
@@ -253,7 +253,7 @@ class Concatenating(Rule):
         if isinstance(m, Level):
             raise Blocked("op", "puts another value beside it")
         others: Step = [(p, lifted.carried(k, shape_of(p))) for p, _, _, k in pieces]
-        only: Step = [(node, whole_of(lifted, axis, begin, end, start))]
+        only = alone(node, lifted, axis, begin, end, start)
         steps = either(lifted, axis, only, [(node, lifted), *others])
         if len(mine) > 1:  # the value stands at several places
             steps = [step for step in steps if step is not only]

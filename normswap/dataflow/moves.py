@@ -262,7 +262,7 @@ class Slicing(Rule):
         kept[axis] = len(range(start, stop, step))
         if source is node:
             back = m.carried(shape_of(node), tuple(kept))
-            only: Step = [(x, whole_of(back, axis, start, stop, shape_of(x)[axis], step))]
+            only = alone(x, back, axis, start, stop, shape_of(x)[axis], step)
             return either(back, axis, only, [(x, back)])
         piece = piece_of(m, axis, start, stop, step)
         if piece is not m and piece.is_identity:
@@ -270,8 +270,20 @@ class Slicing(Rule):
         return [[(node, piece.carried(tuple(kept), shape_of(node)))]]
 
 
-def either(m: Map, axis: int, only: Step, alike: Step) -> list[Step]:
+def alone(
+    value: fx.Node, piece: Map, axis: int, start: int, stop: int, size: int, step: int = 1
+) -> Step | None:
+    """A map on a piece as one on the whole ``value``; ``None`` if there is no such map."""
+    try:
+        return [(value, whole_of(piece, axis, start, stop, size, step))]
+    except Blocked:
+        return None
+
+
+def either(m: Map, axis: int, only: Step | None, alike: Step) -> list[Step]:
     """A map on one piece of ``axis``: on that piece only, or, if it is constant there, on all."""
+    if only is None:
+        return [alike]
     if axis in m.axes:
         return [only]
     return [alike, only] if m.axes else [only, alike]
@@ -316,7 +328,7 @@ class Splitting(Rule):
             ]
         item, start, stop, kept = next(p for p in pieces if p[0] is source)
         back = m.carried(shape_of(item), kept)
-        only: Step = [(x, whole_of(back, axis, start, stop, shape_of(x)[axis]))]
+        only = alone(x, back, axis, start, stop, shape_of(x)[axis])
         others: Step = []
         if axis not in back.axes:
             others = [(other, back.carried(k, shape_of(other))) for other, _, _, k in pieces]
