@@ -32,8 +32,6 @@ def on_axis(tensor: Tensor, rank: int, axis: int = 1) -> Tensor:
 
 def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """``x * weight + bias``, of which either may be missing."""
-    if weight is not None and bias is not None and x.dtype == weight.dtype == bias.dtype:
-        return torch.addcmul(bias, x, weight)  # one pass over x
     if weight is not None:
         x = x * weight
     return x if bias is None else x + bias
