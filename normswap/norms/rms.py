@@ -73,9 +73,6 @@ class RMSNorm(LastAxesNorm):
         wide = widen(x)
         axes = range(-len(self.normalized_shape), 0)
         out = wide * torch.rsqrt(mean_square(wide, axes) + self._eps(wide))
-        weight, bias = self.weight, self.bias
-        if weight is not None and bias is not None and out.dtype == weight.dtype == bias.dtype:
-            return torch.addcmul(bias, out, weight)  # one pass instead of two
         return scale_and_shift(out, self.weight, self.bias).to(x.dtype)
 
     def _by_kernel(self, x: Tensor) -> Tensor:
