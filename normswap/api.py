@@ -35,7 +35,7 @@ from normswap.undo import remember
 from normswap.verification import Verification, verify
 
 Outputs = str | Iterable[str] | None
-Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Inputs | None
 
 
 def find_norms(
@@ -63,6 +63,18 @@ def find_norms(
     return NormSites([*modules, *functional_norms(recorded, {site.name for site in sites})])
 
 
+def _ready(
+    model: nn.Module,
+    example_inputs: Example,
+    example_kwargs: Mapping[str, Any] | None,
+    outputs: Outputs,
+) -> tuple[nn.Module, Inputs]:
+    """The model itself, of a form that can be changed, and the call to record it on."""
+    model = unwrap(model)
+    refuse_unsupported(model)
+    return model, resolve_inputs(model, example_inputs, example_kwargs, outputs)
+
+
 def plan_fold_batchnorm(
     model: nn.Module,
     example_inputs: Example = None,
@@ -77,9 +89,7 @@ def plan_fold_batchnorm(
         CaptureError: the model cannot be run on the inputs.
         RefusedError: a form of model that cannot be changed.
     """
-    model = unwrap(model)
-    refuse_unsupported(model)
-    inputs = resolve_inputs(model, example_inputs, example_kwargs, outputs)
+    model, inputs = _ready(model, example_inputs, example_kwargs, outputs)
     return _plan_fold_batchnorm(model, inputs, where=where)
 
 
@@ -121,9 +131,7 @@ def fold_batchnorm(
         RefusedError: a form of model that cannot be changed, or ``strict`` and a norm refused.
         VerificationError: the folded model computes something else; nothing was changed.
     """
-    inner = unwrap(model)
-    refuse_unsupported(inner)
-    inputs = resolve_inputs(inner, example_inputs, example_kwargs, outputs)
+    inner, inputs = _ready(model, example_inputs, example_kwargs, outputs)
     plan = _plan_fold_batchnorm(inner, inputs, where=where)
     return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
 
@@ -224,8 +232,16 @@ def swap_norms(
     inputs = None
     if example_inputs is not None or example_kwargs is not None:
         inputs = resolve_inputs(inner, example_inputs, example_kwargs, outputs)
-    wish = _Wish(where, method, fold_affine, keep_class, untie)
-    plan = _plan_swap(inner, mapping, inputs, wish)
+    plan = plan_swap_norms(
+        inner,
+        mapping,
+        inputs,
+        where=where,
+        method=method,
+        fold_affine=fold_affine,
+        keep_class=keep_class,
+        untie=untie,
+    )
     if optimizer is not None:
         require_own_parameters(optimizer, inner)
     before = dict(inner.named_modules(remove_duplicate=False))
@@ -261,8 +277,8 @@ def _plan_swap(
     if wish.method in ("auto", "exact") and _has_layer_norms(model, mapping):
         surgery = Surgery.on(model, inputs, new_biases=not wish.keep_class, untie=wish.untie)
         recorded, chosen = surgery.capture, matcher(wish.where)
-        layers = [s for s in surgery.sites if s.kind == "layer"]
         calls = _observed_calls(recorded)
+        layers = [s for s in surgery.sites if s.kind == "layer"]
         able = becoming_rms(model, mapping, calls, fold_affine=wish.fold_affine)
         if wish.keep_class:
             able = {site.site.name for site in layers}
@@ -314,9 +330,7 @@ def plan_fold_affine(
         CaptureError: the model cannot be run on the inputs.
         RefusedError: a form of model that cannot be changed.
     """
-    model = unwrap(model)
-    refuse_unsupported(model)
-    inputs = resolve_inputs(model, example_inputs, example_kwargs, outputs)
+    model, inputs = _ready(model, example_inputs, example_kwargs, outputs)
     surgery = Surgery.on(model, inputs, new_biases=not scale_only, untie=untie)
     return _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
 
@@ -364,11 +378,8 @@ def fold_affine(
         RefusedError: a form of model that cannot be changed, or ``strict`` and a norm refused.
         VerificationError: the changed model computes something else; nothing was changed.
     """
-    inner = unwrap(model)
-    refuse_unsupported(inner)
-    inputs = resolve_inputs(inner, example_inputs, example_kwargs, outputs)
-    surgery = Surgery.on(inner, inputs, new_biases=not scale_only, untie=untie)
-    plan = _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
+    inner, inputs = _ready(model, example_inputs, example_kwargs, outputs)
+    plan = plan_fold_affine(inner, inputs, where=where, scale_only=scale_only, untie=untie)
     return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
 
 

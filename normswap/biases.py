@@ -7,12 +7,14 @@ layer would use them: in a call of its own whose forward reads ``bias``, or as a
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx, nn
 
 from normswap.capture import Capture
 from normswap.dataflow import RULES, Contraction, is_stored, op_name
 from normswap.forms import StoredTensor
-from normswap.plan import ModuleEdit
+from normswap.plan import ModuleEdit, Plan
 
 # A bias counts as used by these layers' own forward; other classes must name it in theirs.
 _STOCK = (
@@ -109,3 +111,15 @@ def _uses_bias(module: nn.Module) -> bool:
         return True
     code = getattr(forward, "__code__", None)
     return code is not None and "bias" in code.co_names
+
+
+def made_biases(plan: Plan, biases: VirtualBiases, used: Collection[str]) -> list[ModuleEdit]:
+    """The edits that make the biases in ``used``, whose names are noted as created in ``plan``."""
+    made: list[ModuleEdit] = []
+    for name, (tensor, edit) in biases.items():
+        if name in used:
+            made.append(edit)
+            like = name.rpartition(".")[0] + ".weight"
+            for alias in tensor.names:
+                plan.created[alias] = {"shape": list(tensor.shape), "like": like}
+    return made

@@ -381,3 +381,9 @@ def describe(node: fx.Node) -> str:
         return name
     times = f" (call {call.number + 1})" if call.number else ""
     return f"{name} in {call.path!r}{times}"
+
+
+def owners_in_words(pushes: Iterable[Pushed]) -> str:
+    """The modules whose tensors absorbed something, the first of them by name."""
+    names = sorted({tensor.owner for p in pushes for tensor, _ in p.tensors()})
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -140,3 +140,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers, a shared one at each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def stored_value(model: nn.Module, name: str) -> Tensor | None:
+    """A parameter or buffer by name; ``None`` on the meta device, where it has no value."""
+    owner, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return None if tensor.is_meta else tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +180,17 @@ def run_edits(
             value = live.pop(name)
             if name in assigned and not name.startswith("%"):
                 write(name, value)
+
+
+def without_unread(edits: Sequence[Edit], gone: Collection[str]) -> list[Edit]:
+    """The edits without what only writes to a tensor in ``gone``, which the result lacks."""
+    kept: list[Edit] = []
+    read: set[str] = set()
+    for edit in reversed(edits):
+        if edit.target not in gone or edit.target in read:
+            read.update(edit.sources)
+            kept.append(edit)
+    return kept[::-1]
 
 
 # -- building -----------------------------------------------------------------------------------

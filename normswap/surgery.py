@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from normswap.biases import VirtualBiases, add_virtual_biases
+from normswap.biases import VirtualBiases, add_virtual_biases, made_biases
 from normswap.capture import Capture, ModuleCall, capture
 from normswap.channelmap import Pushed, commit, push
 from normswap.dataflow import is_stored, op_name
 from normswap.find import GraphSite
-from normswap.forms import StoredTensor
+from normswap.forms import StoredTensor, stored_value
 from normswap.graph_norms import norms_in_graph
 from normswap.graphs import final_readers
 from normswap.inputs import Inputs
 from normswap.maps import Blocked, Scale
 from normswap.plan import MappingRow, ModuleEdit, Plan
-from normswap.program import Edit, Program, Vector
+from normswap.program import Edit, Program, Vector, without_unread
 
 
 @dataclass
@@ -58,7 +57,6 @@ class Surgery:
         *,
         new_biases: bool = True,
         untie: bool = False,
-        read: Callable[[str], Tensor | None] | None = None,
     ) -> Surgery:
         """Record ``model`` on ``inputs``.
 
@@ -67,7 +65,6 @@ class Surgery:
             inputs: example inputs for the recorded run.
             new_biases: whether layers without a bias may get one.
             untie: whether a table that is also the output layer's weight may be separated from it.
-            read: gives the values of a stored tensor, or ``None``; by default the model's own.
 
         Raises:
             CaptureError: the model cannot be run on the inputs.
@@ -79,12 +76,7 @@ class Surgery:
         shapes = {t.name: t.shape for t in recorded.tensors.values()}
         shapes |= {name: tensor.shape for name, (tensor, _) in (biases | ties).items()}
 
-        def own(name: str) -> Tensor | None:
-            owner, _, leaf = name.rpartition(".")
-            tensor = getattr(model.get_submodule(owner), leaf)
-            return None if tensor.is_meta else tensor
-
-        program = Program(read or own, shapes.__getitem__)
+        program = Program(lambda name: stored_value(model, name), shapes.__getitem__)
         for name, (tensor, edit) in ties.items():  # what it is before anything else changes
             source = program.current(edit.params["of"])
             program.assign(name, "reshape", source, shape=list(tensor.shape))
@@ -128,7 +120,7 @@ class Surgery:
         edits = self._without_idle_ties(self.program.edits())
         used = {edit.target for edit in edits}
         gone = set(plan.removed)
-        plan.edits += _read_later(edits, gone)
+        plan.edits += without_unread(edits, gone)
         structure: list[ModuleEdit] = []
         for name, (tensor, edit) in self.ties.items():
             if name in used:
@@ -138,13 +130,7 @@ class Surgery:
                     f"{name!r} is not tied to {edit.params['of']!r} any more; a transformers "
                     "config says so (tie_word_embeddings is false)"
                 )
-        for name, (tensor, edit) in self.biases.items():
-            if name in used:
-                structure.append(edit)
-                like = name.rpartition(".")[0] + ".weight"
-                for alias in tensor.names:
-                    plan.created[alias] = {"shape": list(tensor.shape), "like": like}
-        plan.module_edits[:0] = structure
+        plan.module_edits[:0] = [*structure, *made_biases(plan, self.biases, used)]
         stored = {**self.capture.tensors, **{n: t for n, (t, _) in self.biases.items()}}
         told = {row.target for row in plan.mapping}
         for target, sources in self.program.stored_sources(edits).items():
@@ -172,17 +158,6 @@ class Surgery:
             if count[name] == 1 and not count[edit.params["of"]]
         }
         return [edit for edit in edits if edit.target not in idle]
-
-
-def _read_later(edits: list[Edit], gone: set[str]) -> list[Edit]:
-    """The edits without what only writes to a tensor that the result does not have."""
-    kept: list[Edit] = []
-    read: set[str] = set()
-    for edit in reversed(edits):
-        if edit.target not in gone or edit.target in read:
-            read.update(edit.sources)
-            kept.append(edit)
-    return kept[::-1]
 
 
 def _separate_tables(capture: Capture) -> dict[str, tuple[StoredTensor, ModuleEdit]]:

@@ -133,6 +133,38 @@ class ChannelNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
 
 
+class PositionNorm(ChannelNorm):
+    """A norm over the channels of each position, built like a LayerNorm over the last axis.
+
+    Attributes:
+        normalized_shape: ``(num_channels,)``.
+        elementwise_affine: whether there is a scale.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float,
+        elementwise_affine: bool,
+        bias: bool,
+        *,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        self.normalized_shape = (num_channels,)
+        self.elementwise_affine = elementwise_affine
+        self.reset_parameters()
+
+    @property
+    def variance_epsilon(self) -> float:
+        """``eps`` under the name that transformers models read."""
+        return self.eps
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
+
+
 class RunningNorm(ChannelNorm):
     """A norm per channel with statistics of the batch in training and running ones in eval.
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from normswap.norms.arithmetic import Device, Shape, layer_norm, like, widen
-from normswap.norms.base import ChannelNorm, LastAxesNorm
+from normswap.norms.base import ChannelNorm, LastAxesNorm, PositionNorm
 
 
-class ChannelLayerNorm(ChannelNorm):
+class ChannelLayerNorm(PositionNorm):
     """LayerNorm over the channels of each position, for channels-first inputs of any rank.
 
     ``y = (x - mean) / sqrt(var + eps) * weight + bias`` with mean and biased variance over axis 1.
@@ -46,14 +46,6 @@ class ChannelLayerNorm(ChannelNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
-        self.normalized_shape = (num_channels,)
-        self.elementwise_affine = elementwise_affine
-        self.reset_parameters()
-
-    @property
-    def variance_epsilon(self) -> float:
-        """``eps`` under the name that transformers models read."""
-        return self.eps
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
@@ -62,9 +54,6 @@ class ChannelLayerNorm(ChannelNorm):
         out = out.movedim(-1, 1)
         # The fast kernel wants the channels last; a reader that calls view() wants them as before.
         return out.contiguous() if x.is_contiguous() else out
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bias={self.bias is not None}"
 
 
 class SampleLayerNorm(ChannelNorm):

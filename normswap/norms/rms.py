@@ -20,7 +20,7 @@ from normswap.norms.arithmetic import (
     scale_and_shift,
     widen,
 )
-from normswap.norms.base import ChannelNorm, LastAxesNorm
+from normswap.norms.base import LastAxesNorm, PositionNorm
 
 
 class RMSNorm(LastAxesNorm):
@@ -85,7 +85,7 @@ class RMSNorm(LastAxesNorm):
         return scale_and_shift(out, None, self.bias).to(x.dtype)
 
 
-class ChannelRMSNorm(ChannelNorm):
+class ChannelRMSNorm(PositionNorm):
     """RMSNorm over the channels of each position, for channels-first inputs of any rank.
 
     ``y = x / sqrt(mean(x²) + eps) * weight + bias`` with the mean over axis 1. It is the exact
@@ -118,23 +118,12 @@ class ChannelRMSNorm(ChannelNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, eps, elementwise_affine, bias, device=device, dtype=dtype)
-        self.normalized_shape = (num_channels,)
-        self.elementwise_affine = elementwise_affine
-        self.reset_parameters()
-
-    @property
-    def variance_epsilon(self) -> float:
-        """``eps`` under the name that transformers models read."""
-        return self.eps
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
         wide = widen(x)
         out = wide * torch.rsqrt(mean_square(wide, (1,)) + self.eps)
         return channel_affine(out, self.weight, self.bias).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bias={self.bias is not None}"
 
 
 class PartialRMSNorm(LastAxesNorm):

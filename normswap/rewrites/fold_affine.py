@@ -15,19 +15,18 @@ Source: Ashkboos et al. 2024, *SliceGPT*, section 3 (for linear readers).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
-from normswap.channelmap import Pushed, node_of, push, require_one_path
+from normswap.channelmap import Pushed, node_of, owners_in_words, push, require_one_path
 from normswap.dataflow import affine_axes
 from normswap.find import GraphSite
-from normswap.graphs import final_readers
 from normswap.maps import Blocked, Map, Scale, Shift
 from normswap.plan import Plan, SiteOutcome, fingerprint
 from normswap.program import Ref, Vector
+from normswap.rewrites.sites import kept_outcome, require_own_tensors
 from normswap.surgery import Surgery
 
 NOTHING = "nothing to fold"
@@ -67,15 +66,7 @@ class AffineFolding:
                 raise Blocked("where", "not selected by where=")
             action = self.fold(site)
         except Blocked as blocked:
-            return SiteOutcome(
-                site.site.name,
-                site.kind,
-                "kept",
-                "refused",
-                blocked.code,
-                blocked.detail,
-                names=site.site.names,
-            )
+            return kept_outcome(site, blocked)
         return SiteOutcome(site.site.name, site.kind, action, "exact", names=site.site.names)
 
     def fold(self, site: GraphSite) -> str:
@@ -88,7 +79,7 @@ class AffineFolding:
             raise site.blocked
         if not site.tensors:
             return f"{NOTHING}: it has no scale or shift"
-        self._require_own_tensors(site)
+        self._require_editable(site)
         mark = self.program.mark()
         try:
             return self._fold(site)
@@ -176,11 +167,9 @@ class AffineFolding:
 
     # -- the norm's own tensors -----------------------------------------------------------------
 
-    def _require_own_tensors(self, site: GraphSite) -> None:
-        nodes = {n for instance in site.instances for n in instance.nodes}
+    def _require_editable(self, site: GraphSite) -> None:
+        require_own_tensors(site)
         for tensor in site.tensors.values():
-            if any(reader not in nodes for reader in final_readers(tensor.node)):
-                raise Blocked("shared", f"{tensor.name!r} is also read elsewhere")
             if tensor.overlaps is not None:
                 detail = f"{tensor.name!r} shares its memory with {tensor.overlaps!r}"
                 raise Blocked("shared", detail)
@@ -224,10 +213,6 @@ def _on_value(m: Map, value: fx.Node) -> Map:
     return m.reshape(*shape)
 
 
-def _into(pushes: Iterable[Pushed]) -> str:
-    owners = Counter(tensor.owner for p in pushes for tensor, _ in p.tensors())
-    names = sorted(owners)
-    if not names:
-        return "folded: nothing that reads it sees it"
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"folded into {shown}"
+def _into(pushes: list[Pushed]) -> str:
+    owners = owners_in_words(pushes)
+    return f"folded into {owners}" if owners else "folded: nothing that reads it sees it"

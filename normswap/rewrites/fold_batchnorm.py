@@ -19,22 +19,30 @@ as long as others succeed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from normswap.biases import add_virtual_biases
+from normswap.biases import add_virtual_biases, made_biases
 from normswap.capture import Capture, ModuleCall, capture, hook_read
-from normswap.channelmap import Pushed, commit, node_of, push, require_one_path
+from normswap.channelmap import (
+    Pushed,
+    commit,
+    node_of,
+    owners_in_words,
+    push,
+    require_one_path,
+)
 from normswap.find import GraphSite, Instance, Where, batch_norms_in_graph, matcher
-from normswap.graphs import calls_around, final_readers, first_writer, is_alias, is_chain, writes_to
+from normswap.forms import stored_value
+from normswap.graphs import calls_around, first_writer, is_alias, is_chain, writes_to
 from normswap.inputs import Inputs
 from normswap.maps import Blocked, Map, Scale, Shift
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
-from normswap.program import Program, Vector
+from normswap.program import Program, Vector, without_unread
+from normswap.rewrites.sites import kept_outcome, require_own_tensors
 
 
 def plan_fold_batchnorm(
@@ -42,7 +50,6 @@ def plan_fold_batchnorm(
     inputs: Inputs,
     *,
     where: Where = None,
-    read: Callable[[str], Tensor | None] | None = None,
 ) -> Plan:
     """Decide for every BatchNorm of ``model`` where it is folded, or why not.
 
@@ -51,14 +58,12 @@ def plan_fold_batchnorm(
             changed itself and may be on the meta device.
         inputs: example inputs for the recorded run.
         where: which norms to fold (a glob, several, or a predicate on a ``NormSite``).
-        read: gives the values of a stored tensor by name, or ``None`` if they are not at hand;
-            by default the model's own, unless it is on the meta device. Only vectors are read.
 
     Raises:
         CaptureError: the model cannot be run on the inputs.
     """
     recorded = capture(model, inputs)
-    return _Folding(model, recorded, matcher(where), read).plan()
+    return _Folding(model, recorded, matcher(where)).plan()
 
 
 @dataclass
@@ -77,7 +82,6 @@ class _Folding:
     model: nn.Module
     capture: Capture
     chosen: Callable[[Any], bool]
-    read: Callable[[str], Tensor | None] | None
     folded: list[_Folded] = field(default_factory=list[_Folded])
     inside: dict[ModuleCall, list[fx.Node]] = field(default_factory=dict[ModuleCall, list[fx.Node]])
     children: dict[ModuleCall, list[ModuleCall]] = field(
@@ -89,7 +93,7 @@ class _Folding:
         self.biases = add_virtual_biases(self.model, self.capture)
         shapes = {t.name: t.shape for t in self.capture.tensors.values()}
         shapes |= {name: tensor.shape for name, (tensor, _) in self.biases.items()}
-        self.program = Program(self.read or self._read, shapes.__getitem__)
+        self.program = Program(lambda name: stored_value(self.model, name), shapes.__getitem__)
         self.sites = batch_norms_in_graph(self.model, self.capture)
         for node in self.capture.graph.nodes:
             if node.op == "call_function" and node.target is not hook_read:
@@ -98,11 +102,6 @@ class _Folding:
         for call in self.capture.calls:
             if call.parent is not None:
                 self.children.setdefault(call.parent, []).append(call)
-
-    def _read(self, name: str) -> Tensor | None:
-        owner, _, leaf = name.rpartition(".")
-        tensor = getattr(self.model.get_submodule(owner), leaf)
-        return None if tensor.is_meta else tensor
 
     def plan(self) -> Plan:
         waiting = list(self.sites)
@@ -210,7 +209,7 @@ class _Folding:
         """How the folded norm is taken out of the model, and the tensors that go with it."""
         origins = {i.y.meta["origin"] for i in site.instances if "origin" in i.y.meta}
         edits: list[ModuleEdit] = []
-        self._require_read_only_here(site)
+        require_own_tensors(site)
         if site.path is not None and not origins:
             emptying = self._emptying(site)
             return [emptying], self._tensors_below(site, keep=emptying.params.get("children", ()))
@@ -284,26 +283,13 @@ class _Folding:
                 found += [f"{path}.{n}" for n in names if n.partition(".")[0] not in keep]
         return sorted(found)
 
-    def _require_read_only_here(self, site: GraphSite) -> None:
-        nodes = {n for instance in site.instances for n in instance.nodes}
-        for tensor in site.tensors.values():
-            readers = final_readers(tensor.node)
-            outside = [r for r in readers if r not in nodes]
-            if outside:
-                raise Blocked("shared", f"{tensor.name!r} is also read elsewhere")
-
     # -- the result ---------------------------------------------------------------------------
 
     def _collect(self) -> Plan:
         edits = self.program.edits()
         plan = Plan("fold_batchnorm", fingerprint(self.model), edits)
         used = {edit.target for edit in edits}
-        for name, (tensor, edit) in self.biases.items():
-            if name in used:
-                plan.module_edits.append(edit)
-                like = name.rpartition(".")[0] + ".weight"
-                for alias in tensor.names:
-                    plan.created[alias] = {"shape": list(tensor.shape), "like": like}
+        plan.module_edits += made_biases(plan, self.biases, used)
         done = {id(f.site): f for f in self.folded}
         for site in self.sites:
             plan.sites.append(_outcome(site, done.get(id(site)), self.refused.get(id(site))))
@@ -322,8 +308,7 @@ class _Folding:
             if len(all_tensors[target].names) > 1:
                 plan.aliases[target] = list(all_tensors[target].names)
         # What was pushed into a norm that was folded itself later is needed by that fold only.
-        read = {source for e in edits for source in e.sources}
-        plan.edits = [e for e in edits if e.target not in gone or e.target in read]
+        plan.edits = without_unread(edits, gone)
         plan.mapping += [MappingRow(name, (name,), "dropped", "exact") for name in plan.removed]
         plan.notes += _notes(self)
         return plan
@@ -333,15 +318,7 @@ def _outcome(site: GraphSite, folded: _Folded | None, blocked: Blocked | None) -
     if folded is not None:
         return SiteOutcome(site.site.name, site.kind, folded.action, "exact", names=site.site.names)
     assert blocked is not None
-    return SiteOutcome(
-        site.site.name,
-        site.kind,
-        "kept",
-        "refused",
-        blocked.code,
-        blocked.detail,
-        names=site.site.names,
-    )
+    return kept_outcome(site, blocked)
 
 
 def _notes(folding: _Folding) -> list[str]:
@@ -377,10 +354,7 @@ def _on_channels(m: Map, value: fx.Node) -> Map:
 
 
 def _describe_action(pushes: list[Pushed], *, against: bool) -> str:
-    owners = Counter(tensor.owner for p in pushes for tensor, _ in p.tensors())
-    names = sorted(owners)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"folded {'back' if against else 'forward'} into {shown}"
+    return f"folded {'back' if against else 'forward'} into {owners_in_words(pushes)}"
 
 
 def _bypass(graph: fx.Graph, instance: Instance) -> None:

@@ -36,6 +36,7 @@ from normswap.maps import Blocked, Centre, Map
 from normswap.plan import ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.program import Program
 from normswap.rewrites.fold_affine import NOTHING, AffineFolding
+from normswap.rewrites.sites import kept_outcome
 from normswap.surgery import Surgery
 
 MAX_CUTS = 32
@@ -389,12 +390,11 @@ def plan_centring(conversion: Conversion, answered: Iterable[tuple[GraphSite, bo
             blocked = Blocked("where", "not selected by where=")
         elif site.path is None:
             blocked = Blocked("functional", "it is a call without a module")
-        row = SiteOutcome(site.site.name, site.kind, "kept", "refused", names=site.site.names)
         if blocked is not None:
-            row = replace(row, reason=blocked.code, detail=blocked.detail)
+            row = kept_outcome(site, blocked)
         else:
-            words = conversion.done[site.site.name].words
-            row = replace(row, action=f"class kept, input centred{words}", status="exact")
+            action = f"class kept, input centred{conversion.done[site.site.name].words}"
+            row = SiteOutcome(site.site.name, site.kind, action, "exact", names=site.site.names)
         plan.sites.append(row)
     conversion.finish(plan)
     return plan

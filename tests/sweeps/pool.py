@@ -9,6 +9,7 @@ import argparse
 import json
 import multiprocessing
 import queue
+import re
 import sys
 import threading
 import time
@@ -44,7 +45,7 @@ def failure(error: BaseException) -> Record:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    text = " ".join(str(error).split())[:300]
+    text = re.sub(r"/\S*?/site-packages/", "", " ".join(str(error).split()))[:300]
     if isinstance(error, BuildError):
         return {"failure": text, "stage": "build"}
     place = "" if frame is None else f"{Path(frame.tb_frame.f_code.co_filename).name}"
