@@ -277,11 +277,12 @@ def _plan_swap(
     if wish.method in ("auto", "exact") and _has_layer_norms(model, mapping):
         surgery = Surgery.on(model, inputs, new_biases=not wish.keep_class, untie=wish.untie)
         recorded, chosen = surgery.capture, matcher(wish.where)
-        calls = _observed_calls(recorded)
         layers = [s for s in surgery.sites if s.kind == "layer"]
-        able = becoming_rms(model, mapping, calls, fold_affine=wish.fold_affine)
-        if wish.keep_class:
+        if wish.keep_class:  # no new norm is built, so none has to fit
             able = {site.site.name for site in layers}
+        else:
+            calls = _observed_calls(recorded)
+            able = becoming_rms(model, mapping, calls, fold_affine=wish.fold_affine)
         conversion = convert(
             surgery,
             lambda site: site.site.name in able and chosen(site.site),
