@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         plan_fold_affine,
         plan_fold_batchnorm,
         plan_swap_norms,
-        residual_structure,
         swap_norms,
         verify,
     )
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     )
     from normswap.find import NormSite, NormSites
     from normswap.hub import load, save
+    from normswap.placement import convert_placement, plan_placement, residual_structure
     from normswap.plan import Plan, SiteOutcome
     from normswap.report import Report
     from normswap.spec import NormSpec
@@ -51,6 +51,7 @@ __all__ = [
     "Sublayer",
     "Verification",
     "VerificationError",
+    "convert_placement",
     "find_norms",
     "fold_affine",
     "fold_batchnorm",
@@ -60,6 +61,7 @@ __all__ = [
     "param_groups",
     "plan_fold_affine",
     "plan_fold_batchnorm",
+    "plan_placement",
     "plan_swap_norms",
     "residual",
     "residual_structure",
@@ -76,7 +78,6 @@ _HOMES = {
         "plan_fold_affine",
         "plan_fold_batchnorm",
         "plan_swap_norms",
-        "residual_structure",
         "swap_norms",
     ),
     "errors": (
@@ -88,6 +89,7 @@ _HOMES = {
     ),
     "find": ("NormSite", "NormSites"),
     "hub": ("load", "save"),
+    "placement": ("convert_placement", "plan_placement", "residual_structure"),
     "plan": ("Plan", "SiteOutcome"),
     "report": ("Report",),
     "spec": ("NormSpec",),

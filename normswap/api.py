@@ -29,7 +29,6 @@ from normswap.rewrites.fold_batchnorm import plan_fold_batchnorm as _plan_fold_b
 from normswap.rewrites.swap import becoming_rms
 from normswap.rewrites.swap import plan_swap_norms as _plan_swap_norms
 from normswap.rewrites.to_rmsnorm import convert, plan_centring
-from normswap.structure import ResidualStructure, read_structure
 from normswap.surgery import Surgery
 from normswap.targets import Key, Value, matches
 from normswap.undo import remember
@@ -64,29 +63,7 @@ def find_norms(
     return NormSites([*modules, *functional_norms(recorded, {site.name for site in sites})])
 
 
-def residual_structure(
-    model: nn.Module,
-    example_inputs: Example = None,
-    *,
-    example_kwargs: Mapping[str, Any] | None = None,
-) -> ResidualStructure:
-    """The sublayers of a transformer in order, and where their norms stand, read off the dataflow.
-
-    Args:
-        model: the model.
-        example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
-            from what the model says of itself.
-        example_kwargs: keywords in addition.
-
-    Raises:
-        CaptureError: the model cannot be run on the inputs.
-        RefusedError: a form of model that is not supported.
-    """
-    model, inputs = _ready(model, example_inputs, example_kwargs, None)
-    return read_structure(model, inputs).structure
-
-
-def _ready(
+def ready(
     model: nn.Module,
     example_inputs: Example,
     example_kwargs: Mapping[str, Any] | None,
@@ -112,7 +89,7 @@ def plan_fold_batchnorm(
         CaptureError: the model cannot be run on the inputs.
         RefusedError: a form of model that cannot be changed.
     """
-    model, inputs = _ready(model, example_inputs, example_kwargs, outputs)
+    model, inputs = ready(model, example_inputs, example_kwargs, outputs)
     return _plan_fold_batchnorm(model, inputs, where=where)
 
 
@@ -154,7 +131,7 @@ def fold_batchnorm(
         RefusedError: a form of model that cannot be changed, or ``strict`` and a norm refused.
         VerificationError: the folded model computes something else; nothing was changed.
     """
-    inner, inputs = _ready(model, example_inputs, example_kwargs, outputs)
+    inner, inputs = ready(model, example_inputs, example_kwargs, outputs)
     plan = _plan_fold_batchnorm(inner, inputs, where=where)
     return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
 
@@ -354,7 +331,7 @@ def plan_fold_affine(
         CaptureError: the model cannot be run on the inputs.
         RefusedError: a form of model that cannot be changed.
     """
-    model, inputs = _ready(model, example_inputs, example_kwargs, outputs)
+    model, inputs = ready(model, example_inputs, example_kwargs, outputs)
     surgery = Surgery.on(model, inputs, new_biases=not scale_only, untie=untie)
     return _plan_fold_affine(surgery, matcher(where), scale_only=scale_only)
 
@@ -402,7 +379,7 @@ def fold_affine(
         RefusedError: a form of model that cannot be changed, or ``strict`` and a norm refused.
         VerificationError: the changed model computes something else; nothing was changed.
     """
-    inner, inputs = _ready(model, example_inputs, example_kwargs, outputs)
+    inner, inputs = ready(model, example_inputs, example_kwargs, outputs)
     plan = plan_fold_affine(inner, inputs, where=where, scale_only=scale_only, untie=untie)
     return carry_out(plan, model, inputs, inplace=inplace, check=verify, strict=strict)
 
@@ -535,7 +512,7 @@ __all__ = [
     "plan_fold_affine",
     "plan_fold_batchnorm",
     "plan_swap_norms",
-    "residual_structure",
+    "ready",
     "swap_norms",
     "verify",
 ]

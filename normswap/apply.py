@@ -135,7 +135,7 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> dict[str, 
     def write(name: str, value: Tensor) -> None:
         if name in gone:
             return
-        if name.startswith(replaced):
+        if name.startswith(replaced) or (name in plan.created and not _exists(model, name)):
             waiting[name] = value
             return
         tensor = read(name)
@@ -152,6 +152,14 @@ def _edit_tensors(plan: Plan, model: nn.Module, undo: Undo | None) -> dict[str, 
 
     run_edits(plan.edits, read, write)
     return waiting
+
+
+def _exists(model: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    try:
+        return hasattr(model.get_submodule(path), leaf)
+    except AttributeError:
+        return False
 
 
 def _share_again(plan: Plan, model: nn.Module) -> None:

@@ -304,7 +304,7 @@ def guard_for(plans: Iterable[Plan], *, config_unties: bool = False) -> str | No
                 return str(edit.params["weight"])
             if edit.kind == "untie" and not config_unties:
                 return str(edit.params["name"])
-        if any(edit.kind == "centre" for edit in plan.module_edits):
+        if any(edit.kind in _ADDED for edit in plan.module_edits):
             return next(r.target for r in plan.mapping if r.op != "dropped" and r.sources)
         plain = all(r.op == "copy" and r.sources == (r.target,) for r in plan.mapping)
         if plain and all(site.status == "exact" for site in plan.sites):
@@ -313,6 +313,10 @@ def guard_for(plans: Iterable[Plan], *, config_unties: bool = False) -> str | No
             for name in edit.params.get("parameters", ()) if edit.kind == "replace" else ():
                 return f"{edit.module}.{name}" if edit.module else name
     return None
+
+
+# Edits that add something which no name of a tensor shows.
+_ADDED = ("centre", "add_norm", "second_stream", "unit_stream")
 
 
 def guarded(guard: str, infos: dict[str, TensorInfo]) -> None:

@@ -12,15 +12,13 @@ from torch import fx, nn
 
 from normswap.errors import NormswapError
 from normswap.hooks import ApplyChildren, MeanCentring
+from normswap.module_tree import Undo, replace_module, set_attribute, switch_fast_path_off
 from normswap.plan import ModuleEdit
 from normswap.program import run_edits
+from normswap.stream_edits import STREAM_EDITS
 from normswap.targets import Construction
 
 __all__ = ["MODULE_EDITS", "Undo", "apply_module_edits", "run_edits"]
-
-Undo = list[Callable[[], None]]
-"""What puts the model back, to be called in reverse order."""
-
 
 Builders = Mapping[str, Callable[[], nn.Module]]
 """By module name: what builds a new module that a plan cannot describe as data."""
@@ -56,18 +54,6 @@ def apply_module_edits(
     return result
 
 
-def _replace(model: nn.Module, edit: ModuleEdit, new: nn.Module, undo: Undo) -> None:
-    """Put ``new`` in the place of a module at all of its names."""
-    for name in edit.params["names"]:
-        path, _, leaf = name.rpartition(".")
-        slots = model.get_submodule(path)._modules
-        old = slots[leaf]
-        assert old is not None
-        new.training = old.training
-        slots[leaf] = new
-        undo.append(lambda slots=slots, leaf=leaf, old=old: slots.update({leaf: old}))
-
-
 def _replace_norm(
     model: nn.Module, edit: ModuleEdit, undo: Undo, builder: Callable[[], nn.Module] | None
 ) -> nn.Module:
@@ -97,9 +83,9 @@ def _replace_norm(
         if plain and not hasattr(new, name):
             setattr(new, name, value)
     if edit.module:
-        _replace(model, edit, new, undo)
+        replace_module(model, edit.params["names"], new, undo)
         for name in edit.params["names"]:
-            _switch_fast_path_off(model, name.rpartition(".")[0], undo)
+            switch_fast_path_off(model, name.rpartition(".")[0], undo)
     return new
 
 
@@ -119,7 +105,7 @@ def put_back(model: nn.Module, edit: ModuleEdit, old: nn.Module, new: nn.Module)
     """The old norm at all of its names again, in the mode that its successor is in."""
     old.train(new.training)
     if edit.module:
-        _replace(model, edit, old, [])
+        replace_module(model, edit.params["names"], old, [])
 
 
 def _keep_gradients(old: nn.Module, new: nn.Module, parameters: Mapping[str, str]) -> None:
@@ -128,29 +114,6 @@ def _keep_gradients(old: nn.Module, new: nn.Module, parameters: Mapping[str, str
         source = old._parameters.get(parameters.get(name, ""))
         wanted = source.requires_grad if source is not None else any(trained) or not trained
         parameter.requires_grad_(wanted)
-
-
-def _switch_fast_path_off(model: nn.Module, parent: str, undo: Undo) -> None:
-    """``nn.TransformerEncoderLayer`` computes its norms itself in eval, unless told not to.
-
-    The encoder around it hands it nested tensors then, which only that path takes.
-    """
-    parts = parent.split(".") if parent else []
-    layer = model.get_submodule(parent)
-    if not hasattr(layer, "activation_relu_or_gelu"):
-        return
-    _set_attribute(layer, "activation_relu_or_gelu", 0, undo)
-    for count in range(len(parts)):
-        encoder = model.get_submodule(".".join(parts[:count]))
-        for name in ("use_nested_tensor", "enable_nested_tensor"):
-            if hasattr(encoder, name):
-                _set_attribute(encoder, name, False, undo)
-
-
-def _set_attribute(module: Any, name: str, value: Any, undo: Undo) -> None:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    undo.append(lambda: setattr(module, name, before))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,7 +135,8 @@ class Clone(nn.Module):
 def _identity(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     if edit.module == "":
         raise NormswapError("the model itself is the norm: it cannot be taken out in place")
-    _replace(model, edit, Clone() if edit.params.get("clone") else nn.Identity(), undo)
+    new = Clone() if edit.params.get("clone") else nn.Identity()
+    replace_module(model, edit.params["names"], new, undo)
 
 
 def _keep_children(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
@@ -181,7 +145,7 @@ def _keep_children(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     if edit.params.get("clone"):
         children["clone"] = Clone()
     children.update((name, old.get_submodule(name)) for name in edit.params["children"])
-    _replace(model, edit, nn.Sequential(children), undo)
+    replace_module(model, edit.params["names"], nn.Sequential(children), undo)
 
 
 def _add_bias(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
@@ -348,7 +312,7 @@ def _untie(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     undo.append(lambda: slots.update({leaf: shared}))
     for config in _configs(model):
         if getattr(config, "tie_word_embeddings", False):
-            _set_attribute(config, "tie_word_embeddings", False, undo)
+            set_attribute(config, "tie_word_embeddings", False, undo)
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -367,5 +331,6 @@ MODULE_EDITS: dict[str, Callable[[nn.Module, ModuleEdit, Undo], None]] = {
     "bias_node": _bias_node,
     "centre": _centre,
     "untie": _untie,
+    **STREAM_EDITS,
 }
 """Every kind of structural edit."""

@@ -46,12 +46,13 @@ class SiteOutcome:
 
 @dataclass(frozen=True)
 class MappingRow:
-    """Where one tensor of the result comes from."""
+    """Where one tensor of the result comes from; ``constant`` is a number that was put in."""
 
     target: str
     sources: tuple[str, ...]
     op: str
     status: str
+    constant: float | None = None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from normswap.cost import Cost
 from normswap.errors import NormswapError
 from normswap.plan import MappingRow, Plan, SiteOutcome
 from normswap.rendering import Document, Section, Table
+from normswap.structure import Placement
 from normswap.verification import Run, Verification
 
 __all__ = ["Report", "collapse_names"]
@@ -64,6 +65,7 @@ class Report:
     notes: tuple[str, ...] = ()
     plan: Plan | None = None
     cost: Cost | None = None
+    placement: Placement | None = None
 
     @property
     def counts(self) -> dict[str, int]:

@@ -48,6 +48,8 @@ class Branch:
         reads_fork: whether something in it reads the fork without a norm.
         scale: the constant that its result is multiplied by.
         kind: ``"attention"``, ``"cross-attention"``, ``"feed-forward"`` or ``"other"``.
+        joins: of parallel branches that are added up first: the ops from there to the sum.
+        outer_scale: the constant that these multiply by, a part of ``scale``.
     """
 
     value: fx.Node
@@ -58,6 +60,8 @@ class Branch:
     reads_fork: bool = False
     scale: float = 1.0
     kind: str = "other"
+    joins: set[fx.Node] = field(default_factory=set[fx.Node])
+    outer_scale: float = 1.0
 
 
 @dataclass(eq=False)
@@ -242,6 +246,8 @@ class _Reader:
             return [whole]
         for branch in split:
             branch.scale *= whole.scale
+            branch.outer_scale *= whole.scale
+            branch.joins |= self._between(whole.exit, value) | {whole.exit}
         return sorted(split, key=lambda branch: branch.kind)
 
     def _read_apart(self, branches: list[Branch]) -> bool:
@@ -394,7 +400,7 @@ def _has_stem(chain: Chain) -> bool:
 
 
 def _ends_in_norm(chain: Chain) -> bool:
-    """Whether the norm behind the last sum belongs to its sublayer: the layer before has one too."""
+    """Whether the norm behind the last sum is its sublayer's: the layer before has one too."""
     kinds = [_kinds(r) for r in chain.residuals]
     count = len(kinds)
     periods = (p for p in range(1, count // 2 + 1) if kinds[p:] == kinds[:-p])

@@ -1,0 +1,209 @@
+"""The public functions on where norms stand in a residual stack: read it, and convert it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from normswap.api import Example, carry_out, ready
+from normswap.boundaries import exit_of
+from normswap.calibration import measure_sizes
+from normswap.errors import NormswapError, RefusedError
+from normswap.inputs import Inputs, resolve_inputs
+from normswap.maps import Blocked
+from normswap.plan import Plan
+from normswap.report import Report
+from normswap.rewrites.placement import SCALES, SKIPS, TARGETS, Wish
+from normswap.rewrites.placement import plan_placement as _plan_placement
+from normswap.structure import Placement, Reading, ResidualStructure, read_structure
+
+__all__ = ["convert_placement", "plan_placement", "residual_structure"]
+
+
+def residual_structure(
+    model: nn.Module,
+    example_inputs: Example = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> ResidualStructure:
+    """The sublayers of a transformer in order, and where their norms stand, read off the dataflow.
+
+    Args:
+        model: the model.
+        example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
+            from what the model says of itself.
+        example_kwargs: keywords in addition.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        RefusedError: a form of model that is not supported.
+    """
+    model, inputs = ready(model, example_inputs, example_kwargs, None)
+    return read_structure(model, inputs).structure
+
+
+def plan_placement(
+    model: nn.Module,
+    to: str,
+    example_inputs: Example = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    skip: str = "clean",
+    scale: str | None = None,
+    calibration: Iterable[Example] | None = None,
+) -> Plan:
+    """What :func:`convert_placement` would do to a model that keeps its class, without doing it.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        NormswapError: a target or an option that is not known.
+        RefusedError: no stack of the model can be converted.
+    """
+    wish = _wish(to, skip, scale, calibration)
+    model, inputs = ready(model, example_inputs, example_kwargs, None)
+    return _decide(model, inputs, wish, calibration).plan
+
+
+def convert_placement(
+    model: nn.Module,
+    to: str,
+    example_inputs: Example = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    skip: str = "clean",
+    scale: str | None = None,
+    calibration: Iterable[Example] | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    inplace: bool = False,
+    verify: bool = True,
+    strict: bool = False,
+) -> tuple[nn.Module, Report]:
+    """Move the norms of a transformer to where another residual form has them.
+
+    The formulas, and which conversion is exact, are in :mod:`normswap.rewrites.placement`.
+
+    Args:
+        model: a transformer in eval mode.
+        to: ``"pre"``, ``"post"``, ``"sandwich"``, ``"deepnorm"`` or ``"residual-dual"``.
+        example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
+            from what the model says of itself.
+        example_kwargs: keywords in addition.
+        skip: post to pre: ``"clean"``, the skip reads the stream without a norm (not exact), or
+            ``"normalised"``, the same function written the other way round.
+        scale: pre to post: ``"carried"``, exact, with the size of the stream handed along;
+            ``"calibrated"``, one measured constant a sublayer; ``"none"``, the rotation alone.
+            ``None``: calibrated where there are calibration batches, else carried.
+        calibration: batches, each as ``example_inputs``: for calibrated constants, for DeepNorm's,
+            and for the scales of sandwich norms.
+        evaluate: a metric of a model, measured before and after for the report.
+        inplace: change ``model`` itself; a failure restores it.
+        verify: run both models and compare; what is exact and differs is rolled back and raises.
+        strict: a stack that cannot be converted is an error.
+
+    Returns:
+        The converted model and the report: an answer for every norm and the origin of every
+        tensor.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        NormswapError: a target or an option that is not known, or calibration that fails.
+        RefusedError: no stack of the model can be converted, or ``strict`` and one cannot.
+        VerificationError: an exact conversion changed the outputs; nothing was changed.
+    """
+    wish = _wish(to, skip, scale, calibration)
+    inner, inputs = ready(model, example_inputs, example_kwargs, None)
+    before = None if evaluate is None else float(evaluate(model))
+    decided = _decide(inner, inputs, wish, calibration)
+    new, report = carry_out(
+        decided.plan, model, inputs, inplace=inplace, check=verify, strict=strict
+    )
+    placement = replace(decided.placement)
+    if evaluate is not None and before is not None:
+        placement = replace(placement, evaluation=(before, float(evaluate(new))))
+    return new, replace(report, placement=placement)
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """A plan, and what the report says of the structure."""
+
+    plan: Plan
+    placement: Placement
+
+
+def _wish(to: str, skip: str, scale: str | None, calibration: Iterable[Example] | None) -> Wish:
+    """The wish, checked.
+
+    Raises:
+        NormswapError: it is not known, or lacks calibration batches.
+    """
+    if scale is None:
+        scale = "carried" if calibration is None else "calibrated"
+    for name, value, known in (
+        ("to", to, TARGETS),
+        ("skip", skip, SKIPS),
+        ("scale", scale, SCALES),
+    ):
+        if value not in known:
+            raise NormswapError(f"{name}={value!r} is not known: it is one of {', '.join(known)}")
+    wanting = to == "deepnorm" or (to == "post" and scale == "calibrated")
+    if wanting and calibration is None:
+        raise NormswapError(
+            f"to={to!r} with constants that are measured: pass calibration=, a list of batches"
+        )
+    return Wish(to, skip, scale)
+
+
+def _decide(
+    model: nn.Module, inputs: Inputs, wish: Wish, calibration: Iterable[Example] | None
+) -> _Decided:
+    """The plan of a conversion that keeps the class.
+
+    Raises:
+        RefusedError: no stack can be converted.
+    """
+    reading = read_structure(model, inputs)
+    constants = None
+    if calibration is not None:
+        constants = _constants(model, reading, calibration)
+    placed = _plan_placement(model, reading, wish, constants)
+    if not placed.plan.changed:
+        _refuse(reading, placed.plan, wish)
+    after = ResidualStructure(tuple(placed.stacks))
+    skip = wish.skip if wish.to == "pre" else wish.scale
+    return _Decided(placed.plan, Placement(reading.structure, after, skip))
+
+
+def _refuse(reading: Reading, plan: Plan, wish: Wish) -> None:
+    if wish.to == "pre" and wish.skip == "normalised" and reading.structure.form == "post":
+        return  # every norm stands in front of a fork already
+    refused = [s for s in plan.sites if s.status == "refused" and s.reason != "not-residual"]
+    if not reading.chains:
+        raise RefusedError(
+            "the model has no residual stack with norms: there is nothing whose placement could "
+            "be converted"
+        )
+    why = f"{refused[0].reason}: {refused[0].detail}" if refused else "it has no norms"
+    raise RefusedError(f"no stack can be converted to {wish.to}: {why}")
+
+
+def _constants(
+    model: nn.Module, reading: Reading, calibration: Iterable[Example]
+) -> dict[str, float]:
+    """Sizes of what norms on branches get and of what branches return."""
+    norms: dict[str, tuple[tuple[int, ...], bool]] = {}
+    results: set[str] = set()
+    for residual in (r for chain in reading.chains for r in chain.residuals):
+        for branch in residual.branches:
+            for norm in branch.input_norms:
+                if norm.path is not None and norm.site.spec is not None:
+                    norms[norm.path] = norm.site.spec.axes, norm.site.spec.centred
+            try:
+                results.add(exit_of(reading.capture, residual, branch).module)
+            except Blocked:
+                continue
+    batches = [resolve_inputs(model, batch) for batch in calibration]
+    return measure_sizes(model, batches, norms, results)
