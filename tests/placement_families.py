@@ -1,0 +1,1566 @@
+"""Where the norms of known models stand, read by hand off the source code of the models.
+
+One row a family: a tiny random model, its inputs, and its expected stacks. Run this file to print
+the table as Markdown (``placement_families.md``).
+
+How a row was read:
+
+* A norm belongs to the embedding of a stack, or is final, if the *stream itself* comes out of it or
+  goes into it, token by token. Behind a linear map (the factorised embeddings of ALBERT) it is
+  within the embedding; in front of one, over four concatenated tokens (patch merging of Swin), it
+  is part of the passage between two stacks. Both are listed as ``inner``.
+* In a stack that is post, every norm behind the last add is a stream norm of the last sublayer.
+* ``inner`` also has the norms of queries and keys, and whatever else runs deeper inside a branch.
+  With it each row accounts for every norm that runs, which is tested.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+A, C, F, O = "attention", "cross-attention", "feed-forward", "other"  # noqa: E741
+VOCABULARY = 40
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class ExpectedSublayer:
+    """Names of norms are patterns: `{}` is the number of the layer, `{next}` one more."""
+
+    kind: str
+    form: str
+    input_norms: tuple[str, ...] = ()
+    output_norms: tuple[str, ...] = ()
+    stream_norms: tuple[str, ...] = ()
+    skip_scale: float = 1.0
+    branch_scale: float = 1.0
+
+    def at(self, layer: int, prefix: str) -> ExpectedSublayer:
+        def filled(patterns: tuple[str, ...]) -> tuple[str, ...]:
+            # A leading slash is for a norm outside of the layers.
+            full = (p[1:] if p.startswith("/") else prefix + p for p in patterns)
+            return tuple(p.format(layer, next=layer + 1) for p in full)
+
+        return replace(
+            self,
+            input_norms=filled(self.input_norms),
+            output_norms=filled(self.output_norms),
+            stream_norms=filled(self.stream_norms),
+        )
+
+
+@dataclass(frozen=True)
+class ExpectedStack:
+    """A chain of `layers` times `layer`, apart from the `exceptions` (number of sublayer, what)."""
+
+    form: str
+    prefix: str
+    layer: tuple[ExpectedSublayer, ...]
+    embedding_norms: tuple[str, ...] = ()
+    final_norms: tuple[str, ...] = ()
+    layers: int = 2
+    exceptions: tuple[tuple[int, ExpectedSublayer], ...] = ()
+    label: str = ""
+
+    def sublayers(self) -> tuple[ExpectedSublayer, ...]:
+        rows = [(i, row) for i in range(self.layers) for row in self.layer]
+        for number, row in self.exceptions:
+            rows[number] = (rows[number][0], row)
+        return tuple(row.at(layer, self.prefix) for layer, row in rows)
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Any]
+    stacks: tuple[ExpectedStack, ...]
+    source: str
+    inner: tuple[str, ...] = ()  # patterns of fnmatch
+
+
+# Short forms of rows
+
+
+def pre(kind: str, *norms: str, scale: float = 1.0) -> ExpectedSublayer:
+    return ExpectedSublayer(kind, "pre", input_norms=norms, branch_scale=scale)
+
+
+def post(kind: str, *norms: str) -> ExpectedSublayer:
+    return ExpectedSublayer(kind, "post", stream_norms=norms)
+
+
+def sandwich(kind: str, before: str, behind: str) -> ExpectedSublayer:
+    return ExpectedSublayer(kind, "sandwich", input_norms=(before,), output_norms=(behind,))
+
+
+def branch_output(kind: str, norm: str) -> ExpectedSublayer:
+    return ExpectedSublayer(kind, "branch-output", output_norms=(norm,))
+
+
+def parallel(kind: str, norm: str) -> ExpectedSublayer:
+    return ExpectedSublayer(kind, "parallel", input_norms=(norm,))
+
+
+def stack(prefix: str, *layer: ExpectedSublayer, **options: Any) -> ExpectedStack:
+    """A stack whose sublayers are all of one form, unless `form` says otherwise."""
+    form = options.pop("form", layer[0].form)
+    return ExpectedStack(form, prefix, layer, **options)
+
+
+# Models and inputs
+
+
+def library(model: str, **settings: Any) -> nn.Module:
+    """A model of the transformers library with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    cls = getattr(transformers, model)
+    built = cls(cls.config_class(**settings)).eval()
+    if any("Experts" in type(module).__name__ for module in built.modules()):
+        built.set_experts_implementation("batched_mm")  # no shape depends on values
+    return built
+
+
+def timm_model(module: str, model: str, **settings: Any) -> nn.Module:
+    import importlib
+
+    torch.manual_seed(0)
+    cls = getattr(importlib.import_module(f"timm.models.{module}"), model)
+    return cls(**settings).eval()
+
+
+def token_ids(length: int = 6, seed: int = 1, below: int = VOCABULARY) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, below, (2, length), generator=generator)
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ids() -> Mapping[str, Any]:
+    return {"input_ids": token_ids()}
+
+
+def causal_ids() -> Mapping[str, Any]:
+    return {"input_ids": token_ids(), "use_cache": False}
+
+
+def two_texts() -> Mapping[str, Any]:
+    return {"input_ids": token_ids(), "decoder_input_ids": token_ids(5, seed=2), "use_cache": False}
+
+
+def pixels() -> Mapping[str, Any]:
+    return {"pixel_values": noise(2, 3, 16, 16)}
+
+
+def sound() -> Mapping[str, Any]:
+    return {"input_values": noise(2, 400)}
+
+
+def spectrogram() -> Mapping[str, Any]:
+    return {
+        "input_features": noise(2, 8, 32),
+        "decoder_input_ids": token_ids(5),
+        "use_cache": False,
+    }
+
+
+def text_and_states() -> Mapping[str, Any]:
+    return {**causal_ids(), "encoder_hidden_states": noise(2, 5, WIDTH)}
+
+
+def image() -> Tensor:
+    return noise(2, 3, 16, 16)
+
+
+def sequence() -> Tensor:
+    return noise(2, 6, WIDTH)
+
+
+def two_sequences() -> tuple[Tensor, Tensor]:
+    return noise(2, 6, WIDTH), noise(2, 5, WIDTH, seed=2)
+
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {
+    **SPECIAL,
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+GEMMA = {**GROUPED, "head_dim": 8}
+GPT2 = {
+    **SPECIAL,
+    "vocab_size": VOCABULARY,
+    "n_embd": WIDTH,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+}
+BLOOM = {**SPECIAL, "vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4}
+BOTH = {
+    **SPECIAL,
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 32,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": 2,
+}
+T5 = {
+    **SPECIAL,
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+VISION = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 8,
+}
+SWIN = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 2,
+}
+SOUND = {
+    **{k: v for k, v in TEXT.items() if k != "max_position_embeddings"},
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
+EXPERTS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+DEEPSEEK = {
+    **GROUPED,
+    **EXPERTS,
+    **LATENT,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+TIMM = {"img_size": 16, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 4}
+TIMM_VIT = {**TIMM, "num_classes": 5}
+LAYER = {"d_model": WIDTH, "nhead": 4, "dim_feedforward": 48, "batch_first": True}
+
+FAMILIES: list[Family] = []
+
+
+def family(
+    name: str,
+    build: Callable[[], nn.Module],
+    inputs: Callable[[], Any],
+    *stacks: ExpectedStack,
+    source: str,
+    inner: tuple[str, ...] = (),
+) -> None:
+    FAMILIES.append(Family(name, build, inputs, stacks, source, inner))
+
+
+# Decoders, pre
+
+# post_attention_layernorm stands behind the add of the attention, and the skip of the MLP goes
+# past it: it is the input norm of the MLP. All the models of this loop are written like that.
+# Qwen 3: the norms of queries and keys stand behind q_proj and k_proj: inner. DeepSeek: one layer
+# is dense, one has experts. Routed and shared experts read the same normed values and are added
+# within the branch, and no skip goes past them: no stream of its own.
+QK_NORMS = ("*.q_norm", "*.k_norm")
+LATENT_NORMS = ("*.q_a_layernorm", "*.kv_a_layernorm")
+LLAMA_LIKE: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("llama", "Llama", GROUPED, ()),
+    ("mistral", "Mistral", GROUPED, ()),
+    ("mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}, ()),
+    ("qwen2", "Qwen2", GROUPED, ()),
+    ("qwen3", "Qwen3", GEMMA, QK_NORMS),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK, LATENT_NORMS),
+    ("deepseek_v3", "DeepseekV3", DEEPSEEK, LATENT_NORMS),
+    ("phi3", "Phi3", GROUPED, ()),
+    ("starcoder2", "Starcoder2", GROUPED, ()),
+    ("nemotron", "Nemotron", GEMMA, ()),
+    ("olmo", "Olmo", GROUPED, ()),  # its norms have no weights
+    ("glm", "Glm", GEMMA, ()),
+    ("stablelm", "StableLm", GROUPED, ()),
+)
+for _name, _title, _settings, _inner in LLAMA_LIKE:
+    family(
+        _name,
+        partial(library, f"{_title}ForCausalLM", **_settings),
+        causal_ids,
+        stack(
+            "model.layers.{}.",
+            pre(A, "input_layernorm"),
+            pre(F, "post_attention_layernorm"),
+            final_norms=("model.norm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}DecoderLayer.forward",
+        inner=_inner,
+    )
+
+# The branch is multiplied by residual_multiplier, the embedding by embedding_multiplier.
+family(
+    "granite",
+    partial(library, "GraniteForCausalLM", **GROUPED, residual_multiplier=0.25),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        pre(A, "input_layernorm", scale=0.25),
+        pre(F, "post_attention_layernorm", scale=0.25),
+        final_norms=("model.norm",),
+    ),
+    source="models/granite/modeling_granite.py, GraniteDecoderLayer.forward",
+)
+# residual_scale = scale_depth / sqrt(layers)
+family(
+    "minicpm3",
+    partial(library, "MiniCPM3ForCausalLM", **DEEPSEEK, scale_depth=1.4),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        pre(A, "input_layernorm", scale=1.4 / 2**0.5),
+        pre(F, "post_attention_layernorm", scale=1.4 / 2**0.5),
+        final_norms=("model.norm",),
+    ),
+    source="models/minicpm3/modeling_minicpm3.py, MiniCPM3DecoderLayer.forward",
+    inner=LATENT_NORMS,
+)
+
+GPT2_LIKE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("gpt2", "GPT2LMHeadModel", "models/gpt2/modeling_gpt2.py, GPT2Block", GPT2),
+    (
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeBlock",
+        GPT2,
+    ),
+    (
+        "gpt_neo",
+        "GPTNeoForCausalLM",
+        "models/gpt_neo/modeling_gpt_neo.py, GPTNeoBlock",
+        {**TEXT, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    ),
+)
+for _name, _model, _source, _settings in GPT2_LIKE:
+    family(
+        _name,
+        partial(library, _model, **_settings),
+        causal_ids,
+        stack(
+            "transformer.h.{}.", pre(A, "ln_1"), pre(F, "ln_2"), final_norms=("transformer.ln_f",)
+        ),
+        source=f"{_source}.forward",
+    )
+
+# Cross-attention with states given from outside: its keys and values come from no stream.
+family(
+    "gpt2_cross",
+    partial(library, "GPT2LMHeadModel", **GPT2, add_cross_attention=True),
+    text_and_states,
+    stack(
+        "transformer.h.{}.",
+        pre(A, "ln_1"),
+        pre(C, "ln_cross_attn"),
+        pre(F, "ln_2"),
+        final_norms=("transformer.ln_f",),
+    ),
+    source="models/gpt2/modeling_gpt2.py, GPT2Block.forward",
+)
+family(
+    "ctrl",
+    partial(library, "CTRLLMHeadModel", **GPT2, dff=48),
+    causal_ids,
+    stack(
+        "transformer.h.{}.",
+        pre(A, "layernorm1"),
+        pre(F, "layernorm2"),
+        final_norms=("transformer.layernorm",),
+    ),
+    source="models/ctrl/modeling_ctrl.py, EncoderLayer.forward",
+)
+# Attention and MLP are handed the residual and add it themselves: the same dataflow.
+family(
+    "bloom",
+    partial(library, "BloomForCausalLM", **BLOOM),
+    causal_ids,
+    stack(
+        "transformer.h.{}.",
+        pre(A, "input_layernorm"),
+        pre(F, "post_attention_layernorm"),
+        embedding_norms=("transformer.word_embeddings_layernorm",),
+        final_norms=("transformer.ln_f",),
+    ),
+    source="models/bloom/modeling_bloom.py, BloomBlock.forward",
+)
+# With the flag the skip starts behind the norm, so that each norm stands on the stream: the norm
+# behind the attention's add is post_attention_layernorm, behind the MLP's the next layer's
+# input_layernorm, and ln_f behind the last. The first input_layernorm is an embedding norm.
+family(
+    "bloom_post",
+    partial(library, "BloomForCausalLM", **BLOOM, apply_residual_connection_post_layernorm=True),
+    causal_ids,
+    stack(
+        "transformer.h.{}.",
+        post(A, "post_attention_layernorm"),
+        post(F, "/transformer.h.{next}.input_layernorm"),
+        exceptions=((3, post(F, "/transformer.ln_f")),),
+        embedding_norms=(
+            "transformer.word_embeddings_layernorm",
+            "transformer.h.0.input_layernorm",
+        ),
+    ),
+    source="models/bloom/modeling_bloom.py, BloomBlock.forward and BloomModel.forward",
+)
+family(
+    "mpt",
+    partial(
+        library,
+        "MptForCausalLM",
+        **SPECIAL,
+        vocab_size=40,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=32,
+        expansion_ratio=2,
+    ),
+    causal_ids,
+    stack(
+        "transformer.blocks.{}.",
+        pre(A, "norm_1"),
+        pre(F, "norm_2"),
+        final_norms=("transformer.norm_f",),
+    ),
+    source="models/mpt/modeling_mpt.py, MptBlock.forward",
+)
+OPT = {**TEXT, "ffn_dim": 48, "word_embed_proj_dim": WIDTH}
+family(
+    "opt",
+    partial(library, "OPTForCausalLM", **OPT),
+    causal_ids,
+    stack(
+        "model.decoder.layers.{}.",
+        pre(A, "self_attn_layer_norm"),
+        pre(F, "final_layer_norm"),  # final for the layer, not for the stack
+        final_norms=("model.decoder.final_layer_norm",),
+    ),
+    source="models/opt/modeling_opt.py, OPTDecoderLayer.forward",
+)
+# OPT-350m: do_layer_norm_before false, the embedding narrower than the stream.
+family(
+    "opt_post",
+    partial(
+        library, "OPTForCausalLM", **{**OPT, "word_embed_proj_dim": 16}, do_layer_norm_before=False
+    ),
+    causal_ids,
+    stack("model.decoder.layers.{}.", post(A, "self_attn_layer_norm"), post(F, "final_layer_norm")),
+    source="models/opt/modeling_opt.py, OPTDecoderLayer.forward and OPTDecoder.__init__",
+)
+family(
+    "xglm",
+    partial(
+        library,
+        "XGLMForCausalLM",
+        **SPECIAL,
+        vocab_size=40,
+        d_model=32,
+        ffn_dim=48,
+        num_layers=2,
+        attention_heads=4,
+        max_position_embeddings=64,
+    ),
+    causal_ids,
+    stack(  # no embedding norm
+        "model.layers.{}.",
+        pre(A, "self_attn_layer_norm"),
+        pre(F, "final_layer_norm"),
+        final_norms=("model.layer_norm",),
+    ),
+    source="models/xglm/modeling_xglm.py, XGLMDecoderLayer.forward and XGLMModel.forward",
+)
+family(
+    "biogpt",
+    partial(library, "BioGptForCausalLM", **TEXT),
+    causal_ids,
+    stack(  # no embedding norm
+        "biogpt.layers.{}.",
+        pre(A, "self_attn_layer_norm"),
+        pre(F, "final_layer_norm"),
+        final_norms=("biogpt.layer_norm",),
+    ),
+    source="models/biogpt/modeling_biogpt.py, BioGptDecoderLayer.forward",
+)
+
+# Decoders, sandwich and branch-output
+
+# Four norms a layer. By the same name as in Llama, post_attention_layernorm stands elsewhere:
+# behind the attention, before the add. Gemma 3 has norms of queries and keys too: inner.
+for _name, _title, _inner in (("gemma2", "Gemma2", ()), ("gemma3", "Gemma3", QK_NORMS)):
+    family(
+        _name,
+        partial(library, f"{_title}ForCausalLM", **GEMMA),
+        causal_ids,
+        stack(
+            "model.layers.{}.",
+            sandwich(A, "input_layernorm", "post_attention_layernorm"),
+            sandwich(F, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            final_norms=("model.norm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}DecoderLayer.forward",
+        inner=_inner,
+    )
+# The norm before the MLP is again called post_attention_layernorm, the one behind the attention
+# post_self_attn_layernorm.
+family(
+    "glm4",
+    partial(library, "Glm4ForCausalLM", **GEMMA),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        sandwich(A, "input_layernorm", "post_self_attn_layernorm"),
+        sandwich(F, "post_attention_layernorm", "post_mlp_layernorm"),
+        final_norms=("model.norm",),
+    ),
+    source="models/glm4/modeling_glm4.py, Glm4DecoderLayer.forward",
+)
+for _name, _title in (("olmo2", "Olmo2"), ("exaone4", "Exaone4")):
+    family(
+        _name,
+        partial(library, f"{_title}ForCausalLM", **GEMMA),
+        causal_ids,
+        stack(
+            "model.layers.{}.",
+            branch_output(A, "post_attention_layernorm"),
+            branch_output(F, "post_feedforward_layernorm"),
+            final_norms=("model.norm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}DecoderLayer.forward",
+        inner=QK_NORMS,
+    )
+# swin_norm: input_layernorm is behind the attention, post_attention_layernorm behind the MLP.
+CHAMELEON = {
+    **GROUPED,
+    "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1},
+    "vocabulary_map": {"<image>": 3},
+}
+family(
+    "chameleon_swin_norm",
+    partial(library, "ChameleonForConditionalGeneration", **CHAMELEON, swin_norm=True),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        branch_output(A, "input_layernorm"),
+        branch_output(F, "post_attention_layernorm"),
+        final_norms=("model.norm",),
+    ),
+    source="models/chameleon/modeling_chameleon.py, ChameleonSwinDecoderLayer.forward",
+    inner=QK_NORMS,
+)
+
+# Decoders, parallel
+
+for _name, _title in (("cohere", "Cohere"), ("cohere2", "Cohere2")):
+    family(
+        _name,
+        partial(library, f"{_title}ForCausalLM", **GROUPED),
+        causal_ids,
+        stack(  # one norm feeds both branches
+            "model.layers.{}.",
+            parallel(A, "input_layernorm"),
+            parallel(F, "input_layernorm"),
+            final_norms=("model.norm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}DecoderLayer.forward",
+    )
+for _name, _title in (("gptj", "GPTJ"), ("codegen", "CodeGen")):
+    family(
+        _name,
+        partial(library, f"{_title}ForCausalLM", **GPT2, rotary_dim=4),
+        causal_ids,
+        stack(
+            "transformer.h.{}.",
+            parallel(A, "ln_1"),
+            parallel(F, "ln_1"),
+            final_norms=("transformer.ln_f",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}Block.forward",
+    )
+family(
+    "phi",
+    partial(library, "PhiForCausalLM", **TEXT),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        parallel(A, "input_layernorm"),
+        parallel(F, "input_layernorm"),
+        final_norms=("model.final_layernorm",),
+    ),
+    source="models/phi/modeling_phi.py, PhiDecoderLayer.forward",
+)
+family(
+    "gpt_neox",
+    partial(library, "GPTNeoXForCausalLM", **TEXT, use_parallel_residual=True),
+    causal_ids,
+    stack(  # each branch has a norm of its own, both read the same fork
+        "gpt_neox.layers.{}.",
+        parallel(A, "input_layernorm"),
+        parallel(F, "post_attention_layernorm"),
+        final_norms=("gpt_neox.final_layer_norm",),
+    ),
+    source="models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward",
+)
+family(
+    "gpt_neox_sequential",
+    partial(library, "GPTNeoXForCausalLM", **TEXT, use_parallel_residual=False),
+    causal_ids,
+    stack(
+        "gpt_neox.layers.{}.",
+        pre(A, "input_layernorm"),
+        pre(F, "post_attention_layernorm"),
+        final_norms=("gpt_neox.final_layer_norm",),
+    ),
+    source="models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward",
+)
+family(
+    "stablelm_parallel",
+    partial(library, "StableLmForCausalLM", **GROUPED, use_parallel_residual=True),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        parallel(A, "input_layernorm"),
+        parallel(F, "input_layernorm"),
+        final_norms=("model.norm",),
+    ),
+    source="models/stablelm/modeling_stablelm.py, StableLmDecoderLayer.forward",
+)
+# Falcon-7b: one norm; the attention's output is added to the MLP's first, then both to the stream.
+family(
+    "falcon",
+    partial(library, "FalconForCausalLM", **TEXT),
+    causal_ids,
+    stack(
+        "transformer.h.{}.",
+        parallel(A, "input_layernorm"),
+        parallel(F, "input_layernorm"),
+        final_norms=("transformer.ln_f",),
+    ),
+    source="models/falcon/modeling_falcon.py, FalconDecoderLayer.forward",
+)
+family(
+    "falcon_new",
+    partial(library, "FalconForCausalLM", **TEXT, num_kv_heads=2, new_decoder_architecture=True),
+    causal_ids,
+    stack(
+        "transformer.h.{}.",
+        parallel(A, "ln_attn"),
+        parallel(F, "ln_mlp"),
+        final_norms=("transformer.ln_f",),
+    ),
+    source="models/falcon/modeling_falcon.py, FalconDecoderLayer.forward",
+)
+family(  # Falcon-RW
+    "falcon_sequential",
+    partial(library, "FalconForCausalLM", **TEXT, parallel_attn=False, alibi=True),
+    causal_ids,
+    stack(
+        "transformer.h.{}.",
+        pre(A, "input_layernorm"),
+        pre(F, "post_attention_layernorm"),
+        final_norms=("transformer.ln_f",),
+    ),
+    source="models/falcon/modeling_falcon.py, FalconDecoderLayer.forward",
+)
+
+# Decoders, post
+
+family(
+    "openai_gpt",
+    partial(library, "OpenAIGPTLMHeadModel", **GPT2),
+    ids,
+    stack("transformer.h.{}.", post(A, "ln_1"), post(F, "ln_2")),  # no embedding norm
+    source="models/openai/modeling_openai.py, Block.forward",
+)
+# Only the content stream runs without target_mapping.
+family(
+    "xlnet",
+    partial(
+        library, "XLNetModel", **SPECIAL, vocab_size=40, d_model=32, n_layer=2, n_head=4, d_inner=48
+    ),
+    ids,
+    stack("layer.{}.", post(A, "rel_attn.layer_norm"), post(F, "ff.layer_norm")),
+    source="models/xlnet/modeling_xlnet.py, XLNetRelativeAttention.post_attention, "
+    "XLNetFeedForward.forward",
+)
+
+# No attention
+
+family(
+    "mamba",
+    partial(
+        library,
+        "MambaForCausalLM",
+        **SPECIAL,
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=4,
+        time_step_rank=4,
+    ),
+    causal_ids,
+    stack("backbone.layers.{}.", pre(O, "norm"), final_norms=("backbone.norm_f",)),
+    source="models/mamba/modeling_mamba.py, MambaBlock.forward",
+)
+# A layer with Mamba and one with attention: the forms are the same, the kinds differ. The norms
+# of dt, B and C stand behind x_proj: inner.
+family(
+    "jamba",
+    partial(
+        library,
+        "JambaForCausalLM",
+        **GROUPED,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        pre(A, "input_layernorm"),
+        pre(F, "pre_ff_layernorm"),
+        exceptions=((0, pre(O, "input_layernorm")),),
+        final_norms=("model.final_layernorm",),
+    ),
+    source="models/jamba/modeling_jamba.py, JambaMambaDecoderLayer.forward and "
+    "JambaAttentionDecoderLayer.forward",
+    inner=("*.mamba.*_layernorm",),
+)
+# The Fourier transform has no parameters. A linear map stands behind the embedding's norm.
+family(
+    "fnet",
+    partial(library, "FNetModel", **{k: v for k, v in TEXT.items() if k != "num_attention_heads"}),
+    ids,
+    stack("encoder.layer.{}.", post(O, "fourier.output.LayerNorm"), post(F, "output.LayerNorm")),
+    source="models/fnet/modeling_fnet.py, FNetBasicOutput.forward, FNetOutput.forward, "
+    "FNetEmbeddings.forward",
+    inner=("embeddings.LayerNorm",),
+)
+
+# Encoders, post
+
+for _name, _model, _settings in (
+    ("bert", "BertModel", TEXT),
+    ("roberta", "RobertaModel", TEXT),
+    ("electra", "ElectraModel", {**TEXT, "embedding_size": WIDTH}),
+):
+    _title = _model.removesuffix("Model")
+    family(
+        _name,
+        partial(library, _model, **_settings),
+        ids,
+        stack(
+            "encoder.layer.{}.",
+            post(A, "attention.output.LayerNorm"),
+            post(F, "output.LayerNorm"),
+            embedding_norms=("embeddings.LayerNorm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}SelfOutput.forward, "
+        f"{_title}Output.forward",
+    )
+family(
+    "bert_cross",
+    partial(library, "BertModel", **TEXT, is_decoder=True, add_cross_attention=True),
+    text_and_states,
+    stack(
+        "encoder.layer.{}.",
+        post(A, "attention.output.LayerNorm"),
+        post(C, "crossattention.output.LayerNorm"),
+        post(F, "output.LayerNorm"),
+        embedding_norms=("embeddings.LayerNorm",),
+    ),
+    source="models/bert/modeling_bert.py, BertLayer.forward",
+)
+# As in ELECTRA small: embeddings_project stands between the norm and the stream.
+family(
+    "electra_projected",
+    partial(library, "ElectraModel", **TEXT, embedding_size=16),
+    ids,
+    stack("encoder.layer.{}.", post(A, "attention.output.LayerNorm"), post(F, "output.LayerNorm")),
+    source="models/electra/modeling_electra.py, ElectraModel.forward",
+    inner=("embeddings.LayerNorm",),
+)
+# One layer that is called three times: the same norms again and again. The stream starts behind
+# embedding_hidden_mapping_in, a linear map.
+family(
+    "albert",
+    partial(library, "AlbertModel", **{**TEXT, "num_hidden_layers": 3}, embedding_size=16),
+    ids,
+    stack(
+        "encoder.albert_layer_groups.0.albert_layers.0.",
+        post(A, "attention.LayerNorm"),
+        post(F, "full_layer_layer_norm"),
+        layers=3,
+    ),
+    source="models/albert/modeling_albert.py, AlbertAttention.forward, AlbertLayer.forward, "
+    "AlbertTransformer.forward",
+    inner=("embeddings.LayerNorm",),
+)
+family(
+    "distilbert",
+    partial(
+        library,
+        "DistilBertModel",
+        **SPECIAL,
+        vocab_size=40,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=48,
+        max_position_embeddings=32,
+    ),
+    ids,
+    stack(
+        "transformer.layer.{}.",
+        post(A, "sa_layer_norm"),
+        post(F, "output_layer_norm"),
+        embedding_norms=("embeddings.LayerNorm",),
+    ),
+    source="models/distilbert/modeling_distilbert.py, TransformerBlock.forward",
+)
+# encoder.LayerNorm is for the relative positions, which every attention reads: not on the stream.
+family(
+    "deberta_v2",
+    partial(
+        library,
+        "DebertaV2Model",
+        **TEXT,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+    ),
+    ids,
+    stack(
+        "encoder.layer.{}.",
+        post(A, "attention.output.LayerNorm"),
+        post(F, "output.LayerNorm"),
+        embedding_norms=("embeddings.LayerNorm",),
+    ),
+    source="models/deberta_v2/modeling_deberta_v2.py, DebertaV2SelfOutput.forward, "
+    "DebertaV2Output.forward, DebertaV2Encoder.get_rel_embedding",
+    inner=("encoder.LayerNorm",),
+)
+family(
+    "mpnet",
+    partial(library, "MPNetModel", **TEXT),
+    ids,
+    stack(
+        "encoder.layer.{}.",
+        post(A, "attention.LayerNorm"),
+        post(F, "output.LayerNorm"),
+        embedding_norms=("embeddings.LayerNorm",),
+    ),
+    source="models/mpnet/modeling_mpnet.py, MPNetAttention.forward, MPNetOutput.forward",
+)
+# Between a stream norm and the next fork the stream is multiplied by the mask of the padding.
+XLM = {
+    "vocab_size": VOCABULARY,
+    "n_words": VOCABULARY,
+    "emb_dim": WIDTH,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_index": 0,
+}
+for _name, _model in (("xlm", "XLMModel"), ("flaubert", "FlaubertModel")):
+    family(
+        _name,
+        partial(library, _model, **XLM),
+        ids,
+        stack(
+            "",
+            post(A, "layer_norm1.{}"),
+            post(F, "layer_norm2.{}"),
+            embedding_norms=("layer_norm_emb",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_model}.forward",
+    )
+
+# Encoders, pre
+
+family(
+    "roberta_prelayernorm",
+    partial(library, "RobertaPreLayerNormModel", **TEXT),
+    ids,
+    stack(
+        "encoder.layer.{}.",
+        pre(A, "attention.LayerNorm"),
+        pre(F, "intermediate.LayerNorm"),
+        embedding_norms=("embeddings.LayerNorm",),
+        final_norms=("LayerNorm",),
+    ),
+    source="models/roberta_prelayernorm/modeling_roberta_prelayernorm.py, "
+    "RobertaPreLayerNormAttention.forward, RobertaPreLayerNormModel.forward",
+)
+family(
+    "xlm_roberta_xl",
+    partial(library, "XLMRobertaXLModel", **TEXT),
+    ids,
+    stack(
+        "encoder.layer.{}.",
+        pre(A, "attention.self_attn_layer_norm"),
+        pre(F, "LayerNorm"),
+        final_norms=("encoder.LayerNorm",),
+    ),
+    source="models/xlm_roberta_xl/modeling_xlm_roberta_xl.py, XLMRobertaXLAttention.forward, "
+    "XLMRobertaXLLayer.feed_forward_chunk",
+)
+family(
+    "megatron_bert",
+    partial(library, "MegatronBertModel", **TEXT),
+    ids,
+    stack("encoder.layer.{}.", pre(A, "attention.ln"), pre(F, "ln"), final_norms=("encoder.ln",)),
+    source="models/megatron_bert/modeling_megatron_bert.py, MegatronBertAttention.forward, "
+    "MegatronBertLayer.feed_forward_chunk",
+)
+# Its emb_layer_norm_after stands behind the layers: final, whatever the name.
+family(
+    "esm",
+    partial(
+        library,
+        "EsmModel",
+        **TEXT,
+        mask_token_id=3,
+        position_embedding_type="rotary",
+        emb_layer_norm_before=True,
+    ),
+    ids,
+    stack(
+        "encoder.layer.{}.",
+        pre(A, "attention.LayerNorm"),
+        pre(F, "LayerNorm"),
+        embedding_norms=("embeddings.layer_norm",),
+        final_norms=("encoder.emb_layer_norm_after",),
+    ),
+    source="models/esm/modeling_esm.py, EsmAttention.forward, EsmLayer.feed_forward_chunk",
+)
+# The first attention norm is an nn.Identity: the embedding's norm stands before the fork, so the
+# skip is normed too, and no norm belongs to that sublayer.
+family(
+    "modernbert",
+    partial(library, "ModernBertModel", **TEXT, cls_token_id=1, sep_token_id=2),
+    ids,
+    stack(
+        "layers.{}.",
+        pre(A, "attn_norm"),
+        pre(F, "mlp_norm"),
+        exceptions=((0, ExpectedSublayer(A, "none")),),
+        form="mixed",
+        embedding_norms=("embeddings.norm",),
+        final_norms=("final_norm",),
+    ),
+    source="models/modernbert/modeling_modernbert.py, ModernBertEncoderLayer",
+)
+
+# Encoder and decoder
+
+
+def seq2seq(
+    form: Callable[..., ExpectedSublayer], embedding: str = "", final: str = ""
+) -> tuple[ExpectedStack, ExpectedStack]:
+    """The layers of BART and its relatives; `{}` in the names is the stack."""
+    layer = (
+        form(A, "self_attn_layer_norm"),
+        form(C, "encoder_attn_layer_norm"),
+        form(F, "final_layer_norm"),
+    )
+
+    def one(name: str, rows: tuple[ExpectedSublayer, ...]) -> ExpectedStack:
+        return stack(
+            name + ".layers.{}.",
+            *rows,
+            embedding_norms=(f"{name}.{embedding}",) if embedding else (),
+            final_norms=(f"{name}.{final}",) if final else (),
+            label=name,
+        )
+
+    return one("encoder", (layer[0], layer[2])), one("decoder", layer)
+
+
+for _name, _model, _settings, _stacks in (
+    ("bart", "BartModel", {}, seq2seq(post, embedding="layernorm_embedding")),
+    ("mbart", "MBartModel", {}, seq2seq(pre, embedding="layernorm_embedding", final="layer_norm")),
+    ("pegasus", "PegasusModel", {}, seq2seq(pre, final="layer_norm")),
+    ("blenderbot", "BlenderbotModel", {}, seq2seq(pre, final="layer_norm")),
+    ("marian", "MarianModel", {}, seq2seq(post)),
+    ("m2m_100", "M2M100Model", {}, seq2seq(pre, final="layer_norm")),
+):
+    _title = _model.removesuffix("Model")
+    family(
+        _name,
+        partial(library, _model, **BOTH, **_settings),
+        two_texts,
+        *_stacks,
+        source=f"models/{_name}/modeling_{_name}.py, {_title}EncoderLayer.forward, "
+        f"{_title}DecoderLayer.forward, {_title}Encoder.forward, {_title}Decoder.forward",
+    )
+family(
+    "whisper",
+    partial(
+        library,
+        "WhisperModel",
+        **{k: v for k, v in BOTH.items() if k != "max_position_embeddings"},
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+    ),
+    spectrogram,
+    *seq2seq(pre, final="layer_norm"),
+    source="models/whisper/modeling_whisper.py, WhisperEncoderLayer.forward, "
+    "WhisperDecoderLayer.forward",
+)
+for _name, _model, _settings in (
+    ("t5", "T5Model", {}),
+    ("mt5", "MT5Model", {"feed_forward_proj": "gated-gelu"}),
+):
+    _title = _model.removesuffix("Model")
+    family(
+        _name,
+        partial(library, _model, **T5, **_settings),
+        two_texts,
+        stack(
+            "encoder.block.{}.",
+            pre(A, "layer.0.layer_norm"),
+            pre(F, "layer.1.layer_norm"),
+            final_norms=("encoder.final_layer_norm",),
+            label="encoder",
+        ),
+        stack(
+            "decoder.block.{}.",
+            pre(A, "layer.0.layer_norm"),
+            pre(C, "layer.1.layer_norm"),
+            pre(F, "layer.2.layer_norm"),
+            final_norms=("decoder.final_layer_norm",),
+            label="decoder",
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}LayerSelfAttention.forward, "
+        f"{_title}LayerCrossAttention.forward, {_title}LayerFF.forward, {_title}Block.forward",
+    )
+_SELF = sandwich(A, "pre_self_attn_layernorm", "post_self_attn_layernorm")
+_CROSS = sandwich(C, "pre_cross_attn_layernorm", "post_cross_attn_layernorm")
+_MLP = sandwich(F, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+family(
+    "t5gemma",
+    partial(
+        library,
+        "T5GemmaModel",
+        encoder=GEMMA,
+        decoder={**GEMMA, "cross_attention_hidden_size": WIDTH},
+        **SPECIAL,
+    ),
+    two_texts,
+    stack("encoder.layers.{}.", _SELF, _MLP, final_norms=("encoder.norm",), label="encoder"),
+    stack(
+        "decoder.layers.{}.", _SELF, _CROSS, _MLP, final_norms=("decoder.norm",), label="decoder"
+    ),
+    source="models/t5gemma/modeling_t5gemma.py, T5GemmaEncoderLayer.forward, "
+    "T5GemmaDecoderLayer.forward",
+)
+
+# Sound
+
+# The positional convolution reads the stream and is added to it before the first layer, without
+# a norm of its own: part of the embedding. encoder.layer_norm stands behind that add (an
+# embedding norm), or with do_stable_layer_norm behind the layers (final).
+_SOUND_INNER = ("feature_extractor.*", "feature_projection.layer_norm")
+for _name, _model in (("wav2vec2", "Wav2Vec2Model"), ("hubert", "HubertModel")):
+    _title = _model.removesuffix("Model")
+    family(
+        _name,
+        partial(library, _model, **SOUND),
+        sound,
+        stack(
+            "encoder.layers.{}.",
+            post(A, "layer_norm"),
+            post(F, "final_layer_norm"),
+            embedding_norms=("encoder.layer_norm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}Encoder.forward",
+        inner=_SOUND_INNER,
+    )
+family(
+    "wav2vec2_stable",
+    partial(
+        library, "Wav2Vec2Model", **SOUND, do_stable_layer_norm=True, feat_extract_norm="layer"
+    ),
+    sound,
+    stack(
+        "encoder.layers.{}.",
+        pre(A, "layer_norm"),
+        pre(F, "final_layer_norm"),
+        final_norms=("encoder.layer_norm",),
+    ),
+    source="models/wav2vec2/modeling_wav2vec2.py, Wav2Vec2EncoderStableLayerNorm.forward",
+    inner=_SOUND_INNER,
+)
+# Four sublayers a layer; the MLPs are added by halves. final_layer_norm stands on the stream behind
+# the second MLP, which has an input norm too: mixed. In the last layer as in every other it is a
+# stream norm; encoder.layer_norm behind it is final. pos_conv_embed is made, but never called. The
+# convolution's input norm is within its module; its BatchNorm is behind a convolution, inner.
+family(
+    "wav2vec2_conformer",
+    partial(library, "Wav2Vec2ConformerModel", **SOUND, conv_depthwise_kernel_size=3),
+    sound,
+    stack(
+        "encoder.layers.{}.",
+        pre(F, "ffn1_layer_norm", scale=0.5),
+        pre(A, "self_attn_layer_norm"),
+        pre(O, "conv_module.layer_norm"),
+        ExpectedSublayer(
+            F,
+            "mixed",
+            input_norms=("ffn2_layer_norm",),
+            stream_norms=("final_layer_norm",),
+            branch_scale=0.5,
+        ),
+        form="mixed",
+        final_norms=("encoder.layer_norm",),
+    ),
+    source="models/wav2vec2_conformer/modeling_wav2vec2_conformer.py, "
+    "Wav2Vec2ConformerEncoderLayer.forward, Wav2Vec2ConformerEncoder.forward",
+    inner=(*_SOUND_INNER, "*.conv_module.batch_norm"),
+)
+
+# Vision
+
+for _name, _model in (("vit", "ViTModel"), ("deit", "DeiTModel")):
+    _title = _model.removesuffix("Model")
+    family(
+        _name,
+        partial(library, _model, **VISION),
+        pixels,
+        stack(
+            "layers.{}.",
+            pre(A, "layernorm_before"),
+            pre(F, "layernorm_after"),  # behind the attention's add, before the MLP
+            final_norms=("layernorm",),
+        ),
+        source=f"models/{_name}/modeling_{_name}.py, {_title}Layer.forward",
+    )
+# lambda_1 and lambda_2 scale each channel of a branch: a part of the branch, still pre.
+family(
+    "beit",
+    partial(library, "BeitModel", **VISION, use_mean_pooling=False, layer_scale_init_value=0.1),
+    pixels,
+    stack(
+        "layers.{}.",
+        pre(A, "layernorm_before"),
+        pre(F, "layernorm_after"),
+        final_norms=("layernorm",),
+    ),
+    source="models/beit/modeling_beit.py, BeitLayer.forward",
+)
+# The mean over tokens stands between the last add and the norm, and keeps each channel.
+family(
+    "beit_mean_pooling",
+    partial(library, "BeitModel", **VISION, use_mean_pooling=True, layer_scale_init_value=0.1),
+    pixels,
+    stack(
+        "layers.{}.",
+        pre(A, "layernorm_before"),
+        pre(F, "layernorm_after"),
+        final_norms=("pooler.layernorm",),
+    ),
+    source="models/beit/modeling_beit.py, BeitLayer.forward, BeitPooler.forward",
+)
+family(
+    "dinov2",
+    partial(library, "Dinov2Model", **VISION),
+    pixels,
+    stack("encoder.layer.{}.", pre(A, "norm1"), pre(F, "norm2"), final_norms=("layernorm",)),
+    source="models/dinov2/modeling_dinov2.py, Dinov2Layer.forward",
+)
+family(
+    "clip_text",
+    partial(library, "CLIPTextModel", **TEXT),
+    ids,
+    stack(
+        "encoder.layers.{}.",
+        pre(A, "layer_norm1"),
+        pre(F, "layer_norm2"),
+        final_norms=("final_layer_norm",),
+    ),
+    source="models/clip/modeling_clip.py, CLIPEncoderLayer.forward, CLIPTextModel.forward",
+)
+# post_layernorm reads one token of the stream, which is also given out as it is.
+family(
+    "clip_vision",
+    partial(library, "CLIPVisionModel", **VISION),
+    pixels,
+    stack(
+        "encoder.layers.{}.",
+        pre(A, "layer_norm1"),
+        pre(F, "layer_norm2"),
+        embedding_norms=("pre_layrnorm",),
+        final_norms=("post_layernorm",),
+    ),
+    source="models/clip/modeling_clip.py, CLIPEncoderLayer.forward, CLIPVisionModel.forward",
+)
+# Each stage is a stack of its own. Patch merging: the norm is over four tokens side by side, and a
+# linear map follows. It is neither a final norm of one stage nor an embedding norm of the next.
+_SWIN_LAYER = (pre(A, "layernorm_before"), pre(F, "layernorm_after"))
+family(
+    "swin",
+    partial(library, "SwinModel", **SWIN),
+    pixels,
+    stack(
+        "encoder.layers.0.blocks.{}.",
+        *_SWIN_LAYER,
+        embedding_norms=("embeddings.norm",),
+        label="encoder.layers.0",
+    ),
+    stack(
+        "encoder.layers.1.blocks.{}.",
+        *_SWIN_LAYER,
+        final_norms=("layernorm",),
+        label="encoder.layers.1",
+    ),
+    source="models/swin/modeling_swin.py, SwinLayer.forward, SwinPatchMerging.forward",
+    inner=("encoder.layers.*.downsample.norm",),
+)
+# Branch-output, though the norm behind the attention is called layernorm_before. Patch merging has
+# its norm behind the linear map: the next stage starts with it, an embedding norm.
+_SWINV2_LAYER = (branch_output(A, "layernorm_before"), branch_output(F, "layernorm_after"))
+family(
+    "swinv2",
+    partial(library, "Swinv2Model", **SWIN),
+    pixels,
+    stack(
+        "encoder.layers.0.blocks.{}.",
+        *_SWINV2_LAYER,
+        embedding_norms=("embeddings.norm",),
+        label="encoder.layers.0",
+    ),
+    stack(
+        "encoder.layers.1.blocks.{}.",
+        *_SWINV2_LAYER,
+        embedding_norms=("encoder.layers.0.downsample.norm",),
+        final_norms=("layernorm",),
+        label="encoder.layers.1",
+    ),
+    source="models/swinv2/modeling_swinv2.py, Swinv2Layer.forward, Swinv2PatchMerging.forward",
+)
+
+
+# timm
+
+
+def _timm_vit(**settings: Any) -> nn.Module:
+    return timm_model("vision_transformer", "VisionTransformer", **TIMM_VIT, **settings)
+
+
+def _timm_block(block: str, **settings: Any) -> nn.Module:
+    from timm.models import vision_transformer
+
+    return _timm_vit(block_fn=getattr(vision_transformer, block), **settings)
+
+
+def _timm_rms() -> nn.Module:
+    from timm.layers import RmsNorm
+
+    return _timm_vit(norm_layer=RmsNorm, qk_norm=True)
+
+
+_VIT_FILE = "timm/models/vision_transformer.py"
+_VIT_LAYER = (pre(A, "norm1"), pre(F, "norm2"))
+family(
+    "timm_vit",
+    partial(_timm_vit, init_values=0.1),
+    image,
+    stack("blocks.{}.", *_VIT_LAYER, final_norms=("norm",)),
+    source=f"{_VIT_FILE}, Block.forward",
+)
+# norm_pre is before the blocks: `pre_norm` makes an embedding norm and says nothing of the form.
+family(
+    "timm_vit_pre_norm",
+    partial(_timm_vit, pre_norm=True),
+    image,
+    stack("blocks.{}.", *_VIT_LAYER, embedding_norms=("norm_pre",), final_norms=("norm",)),
+    source=f"{_VIT_FILE}, VisionTransformer.forward_features",
+)
+family(  # fc_norm is behind the mean over tokens
+    "timm_vit_avg",
+    partial(_timm_vit, global_pool="avg", class_token=False),
+    image,
+    stack("blocks.{}.", *_VIT_LAYER, final_norms=("fc_norm",)),
+    source=f"{_VIT_FILE}, VisionTransformer.forward_head",
+)
+family(
+    "timm_vit_rmsnorm",
+    _timm_rms,
+    image,
+    stack("blocks.{}.", *_VIT_LAYER, final_norms=("norm",)),
+    source=f"{_VIT_FILE}, Block.forward",
+    inner=QK_NORMS,
+)
+family(
+    "timm_vit_res_post",
+    partial(_timm_block, "ResPostBlock"),
+    image,
+    stack(
+        "blocks.{}.", branch_output(A, "norm1"), branch_output(F, "norm2"), final_norms=("norm",)
+    ),
+    source=f"{_VIT_FILE}, ResPostBlock.forward",
+)
+# ViT-22B: one norm and one fused input projection for both branches.
+family(
+    "timm_vit_parallel_scaling",
+    partial(_timm_block, "ParallelScalingBlock"),
+    image,
+    stack("blocks.{}.", parallel(A, "in_norm"), parallel(F, "in_norm"), final_norms=("norm",)),
+    source=f"{_VIT_FILE}, ParallelScalingBlock.forward",
+)
+# Two attentions side by side, then two MLPs; a sum of stacked tensors adds the branches.
+family(
+    "timm_vit_parallel_things",
+    partial(_timm_block, "ParallelThingsBlock"),
+    image,
+    stack(
+        "blocks.{}.",
+        parallel(A, "attns.0.norm"),
+        parallel(A, "attns.1.norm"),
+        parallel(F, "ffns.0.norm"),
+        parallel(F, "ffns.1.norm"),
+        final_norms=("norm",),
+    ),
+    source=f"{_VIT_FILE}, ParallelThingsBlock.forward",
+)
+family(
+    "timm_eva_post_norm",
+    partial(timm_model, "eva", "Eva", **TIMM_VIT, use_post_norm=True, global_pool="token"),
+    image,
+    stack(
+        "blocks.{}.", branch_output(A, "norm1"), branch_output(F, "norm2"), final_norms=("norm",)
+    ),
+    source="timm/models/eva.py, EvaBlockPostNorm.forward",
+)
+# Patch merging as in Swin above, at the start of the second stage.
+family(
+    "timm_swin",
+    partial(
+        timm_model,
+        "swin_transformer",
+        "SwinTransformer",
+        img_size=16,
+        patch_size=2,
+        embed_dim=16,
+        depths=(2, 2),
+        num_heads=(2, 4),
+        window_size=2,
+        num_classes=5,
+    ),
+    image,
+    stack(
+        "layers.0.blocks.{}.", *_VIT_LAYER, embedding_norms=("patch_embed.norm",), label="layers.0"
+    ),
+    stack("layers.1.blocks.{}.", *_VIT_LAYER, final_norms=("norm",), label="layers.1"),
+    source="timm/models/swin_transformer.py, SwinTransformerBlock.forward, PatchMerging.forward",
+    inner=("layers.*.downsample.norm",),
+)
+
+# torch
+
+
+def _torch_encoder(*, norm_first: bool, norm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(**LAYER, norm_first=norm_first)
+    return nn.TransformerEncoder(
+        layer, 2, norm=nn.LayerNorm(WIDTH) if norm else None, enable_nested_tensor=False
+    ).eval()
+
+
+def _torch_transformer(*, norm_first: bool) -> nn.Module:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        # Its encoder says that norm_first does not go with nested tensors, and cannot be told so.
+        warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
+        return nn.Transformer(
+            **LAYER, num_encoder_layers=2, num_decoder_layers=2, norm_first=norm_first
+        ).eval()
+
+
+_TORCH_FILE = "torch/nn/modules/transformer.py"
+family(
+    "torch_encoder_post",
+    partial(_torch_encoder, norm_first=False, norm=False),
+    sequence,
+    stack("layers.{}.", post(A, "norm1"), post(F, "norm2")),
+    source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward",
+)
+# The extra norm stands behind the last stream norm, with nothing between.
+family(
+    "torch_encoder_post_and_norm",
+    partial(_torch_encoder, norm_first=False, norm=True),
+    sequence,
+    stack(
+        "layers.{}.",
+        post(A, "norm1"),
+        post(F, "norm2"),
+        exceptions=((3, post(F, "norm2", "/norm")),),
+    ),
+    source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward, TransformerEncoder.forward",
+)
+family(
+    "torch_encoder_pre",
+    partial(_torch_encoder, norm_first=True, norm=True),
+    sequence,
+    stack("layers.{}.", pre(A, "norm1"), pre(F, "norm2"), final_norms=("norm",)),
+    source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward, TransformerEncoder.forward",
+)
+# Without a final norm the stream leaves as it is.
+family(
+    "torch_encoder_pre_without_norm",
+    partial(_torch_encoder, norm_first=True, norm=False),
+    sequence,
+    stack("layers.{}.", pre(A, "norm1"), pre(F, "norm2")),
+    source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward",
+)
+# nn.Transformer always makes encoder.norm and decoder.norm.
+family(
+    "torch_transformer_post",
+    partial(_torch_transformer, norm_first=False),
+    two_sequences,
+    stack(
+        "encoder.layers.{}.",
+        post(A, "norm1"),
+        post(F, "norm2"),
+        exceptions=((3, post(F, "norm2", "/encoder.norm")),),
+        label="encoder",
+    ),
+    stack(
+        "decoder.layers.{}.",
+        post(A, "norm1"),
+        post(C, "norm2"),
+        post(F, "norm3"),
+        exceptions=((5, post(F, "norm3", "/decoder.norm")),),
+        label="decoder",
+    ),
+    source=f"{_TORCH_FILE}, Transformer.__init__, TransformerDecoderLayer.forward",
+)
+family(
+    "torch_transformer_pre",
+    partial(_torch_transformer, norm_first=True),
+    two_sequences,
+    stack(
+        "encoder.layers.{}.",
+        pre(A, "norm1"),
+        pre(F, "norm2"),
+        final_norms=("encoder.norm",),
+        label="encoder",
+    ),
+    stack(
+        "decoder.layers.{}.",
+        pre(A, "norm1"),
+        pre(C, "norm2"),
+        pre(F, "norm3"),
+        final_norms=("decoder.norm",),
+        label="decoder",
+    ),
+    source=f"{_TORCH_FILE}, Transformer.__init__, TransformerDecoderLayer.forward",
+)
+
+
+# The table as Markdown
+
+
+def markdown() -> str:
+    """One row a stack; a layer's sublayers once, with what differs behind them."""
+    lines = [
+        "# Where the norms of known models stand",
+        "",
+        f"Read by hand off the source code; {len(FAMILIES)} families. Printed by "
+        "`python tests/placement_families.py`. P: input norms, Q: output norms, "
+        "S: stream norms; `{}` is the number of the layer.",
+        "",
+        "| family | source read | stack | form | sublayers of a layer | embedding | final |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in FAMILIES:
+        for part in row.stacks:
+            label = part.label or "whole"
+            cells = [
+                row.name,
+                row.source,
+                f"{label}, {part.layers} × `{part.prefix}*`",
+                part.form,
+                _layer_text(part),
+                _names(part.embedding_norms),
+                _names(part.final_norms),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _layer_text(part: ExpectedStack) -> str:
+    rows = [_sublayer_text(row) for row in part.layer]
+    rows += [f"(sublayer {i}: {_sublayer_text(row)})" for i, row in part.exceptions]
+    return "; ".join(rows)
+
+
+def _sublayer_text(row: ExpectedSublayer) -> str:
+    norms = (("P", row.input_norms), ("Q", row.output_norms), ("S", row.stream_norms))
+    words = [f"{letter} {_names(names)}" for letter, names in norms if names]
+    if row.branch_scale != 1.0:
+        words.append(f"branch × {row.branch_scale:.4g}")
+    if row.skip_scale != 1.0:
+        words.append(f"skip × {row.skip_scale:.4g}")
+    return f"{row.kind} {row.form} " + ", ".join(words or ["no norm"])
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name.removeprefix('/')}`" for name in names) or "–"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
