@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         plan_fold_affine,
         plan_fold_batchnorm,
         plan_swap_norms,
+        residual_structure,
         swap_norms,
         verify,
     )
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from normswap.plan import Plan, SiteOutcome
     from normswap.report import Report
     from normswap.spec import NormSpec
+    from normswap.structure import ResidualStructure, Stack, Sublayer
     from normswap.verification import Verification
 
 __version__ = "0.1.0"
@@ -43,7 +45,10 @@ __all__ = [
     "Plan",
     "RefusedError",
     "Report",
+    "ResidualStructure",
     "SiteOutcome",
+    "Stack",
+    "Sublayer",
     "Verification",
     "VerificationError",
     "find_norms",
@@ -57,6 +62,7 @@ __all__ = [
     "plan_fold_batchnorm",
     "plan_swap_norms",
     "residual",
+    "residual_structure",
     "save",
     "swap_norms",
     "verify",
@@ -70,6 +76,7 @@ _HOMES = {
         "plan_fold_affine",
         "plan_fold_batchnorm",
         "plan_swap_norms",
+        "residual_structure",
         "swap_norms",
     ),
     "errors": (
@@ -84,6 +91,7 @@ _HOMES = {
     "plan": ("Plan", "SiteOutcome"),
     "report": ("Report",),
     "spec": ("NormSpec",),
+    "structure": ("ResidualStructure", "Stack", "Sublayer"),
     "verification": ("Verification", "verify"),
 }
 # Modules of the public surface, imported on first use as well.

@@ -29,6 +29,7 @@ from normswap.rewrites.fold_batchnorm import plan_fold_batchnorm as _plan_fold_b
 from normswap.rewrites.swap import becoming_rms
 from normswap.rewrites.swap import plan_swap_norms as _plan_swap_norms
 from normswap.rewrites.to_rmsnorm import convert, plan_centring
+from normswap.structure import ResidualStructure, read_structure
 from normswap.surgery import Surgery
 from normswap.targets import Key, Value, matches
 from normswap.undo import remember
@@ -61,6 +62,28 @@ def find_norms(
     recorded = capture(model, inputs)
     modules = [replace(site, calls=len(recorded.calls_of(site.name))) for site in sites]
     return NormSites([*modules, *functional_norms(recorded, {site.name for site in sites})])
+
+
+def residual_structure(
+    model: nn.Module,
+    example_inputs: Example = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> ResidualStructure:
+    """The sublayers of a transformer in order, and where their norms stand, read off the dataflow.
+
+    Args:
+        model: the model.
+        example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
+            from what the model says of itself.
+        example_kwargs: keywords in addition.
+
+    Raises:
+        CaptureError: the model cannot be run on the inputs.
+        RefusedError: a form of model that is not supported.
+    """
+    model, inputs = _ready(model, example_inputs, example_kwargs, None)
+    return read_structure(model, inputs).structure
 
 
 def _ready(
@@ -512,6 +535,7 @@ __all__ = [
     "plan_fold_affine",
     "plan_fold_batchnorm",
     "plan_swap_norms",
+    "residual_structure",
     "swap_norms",
     "verify",
 ]

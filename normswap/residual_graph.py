@@ -1,0 +1,491 @@
+"""The residual adds of a recorded graph: for each its fork, its skip, its branches and its norms.
+
+A sum is residual where one operand, looked through ops that hand a value on, is a value ``X``
+(the *fork*) that the other operand, the *branch*, is computed from with weights. What stands
+between is read off the graph alone:
+
+    ``X`` → input norm → branch → output norm → sum → stream norm → next fork
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from normswap.capture import Capture, ModuleCall
+from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, is_stored, op_name
+from normswap.find import GraphSite
+from normswap.graphs import calls_around
+
+# What hands a stream on: the same positions, rearranged, masked or cut out.
+_MOVES = CASTS | PERMUTATIONS | RESHAPES | {
+    "dropout", "feature_dropout", "roll", "slice", "select", "narrow", "index_put", "masked_fill",
+    "where", "clamp", "clone", "copy", "constant_pad_nd", "pad", "expand", "index_select", "flip",
+}  # fmt: skip
+_CONTRACTIONS = {
+    "linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d",
+    "convolution", "conv_transpose1d", "conv_transpose2d", "embedding",
+}  # fmt: skip
+_MIXERS = {"fft_fftn", "fft_fft2", "fft_fft", "_fft_c2c", "_fft_r2c", "avg_pool2d", "avg_pool1d"}
+_ATTENTION = {"scaled_dot_product_attention", "_native_multi_head_attention"}
+_ALONG_TOKENS = _MIXERS | {"conv1d", "conv2d", "conv3d", "convolution", "cumsum", "lstm", "gru"}
+_SCALES = {"mul", "div"}
+
+
+@dataclass(eq=False)
+class Branch:
+    """One branch of a sublayer: what is computed from the fork and added to it.
+
+    Attributes:
+        value: the operand of the sum.
+        inside: the ops from the fork to ``value``.
+        exit: ``value`` without the ops that hand it on and without output norms.
+        input_norms: sites between the fork and it.
+        output_norms: sites between it and the sum.
+        reads_fork: whether something in it reads the fork without a norm.
+        scale: the constant that its result is multiplied by.
+        kind: ``"attention"``, ``"cross-attention"``, ``"feed-forward"`` or ``"other"``.
+    """
+
+    value: fx.Node
+    inside: set[fx.Node]
+    exit: fx.Node
+    input_norms: list[GraphSite] = field(default_factory=list[GraphSite])
+    output_norms: list[GraphSite] = field(default_factory=list[GraphSite])
+    reads_fork: bool = False
+    scale: float = 1.0
+    kind: str = "other"
+
+
+@dataclass(eq=False)
+class Residual:
+    """A sublayer in the graph.
+
+    Attributes:
+        fork: the value that branch and skip share.
+        sums: the adds, in order: one for a single branch, or one a branch where they follow.
+        branches: what is added.
+        skip_scale: the constant that the fork is multiplied by on the skip.
+        stream_norms: sites between the sum and the next fork.
+    """
+
+    fork: fx.Node
+    sums: list[fx.Node]
+    branches: list[Branch]
+    skip_scale: float = 1.0
+    stream_norms: list[GraphSite] = field(default_factory=list[GraphSite])
+
+    @property
+    def output(self) -> fx.Node:
+        """The last sum."""
+        return self.sums[-1]
+
+
+@dataclass(eq=False)
+class Chain:
+    """Sublayers that follow each other on one stream."""
+
+    residuals: list[Residual]
+    embedding_norms: list[GraphSite] = field(default_factory=list[GraphSite])
+    final_norms: list[GraphSite] = field(default_factory=list[GraphSite])
+
+
+def residual_chains(capture: Capture, sites: Sequence[GraphSite]) -> list[Chain]:
+    """The chains of sublayers in a graph whose norms are one node each (``norms_in_graph``)."""
+    return _Reader(capture, sites).chains()
+
+
+class _Reader:
+    """Reads sublayers off one graph."""
+
+    def __init__(self, capture: Capture, sites: Sequence[GraphSite]) -> None:
+        self.nodes = [n for n in capture.graph.nodes if n.op in ("placeholder", "call_function")]
+        self.index = {node: number for number, node in enumerate(self.nodes)}
+        self.norms = {i.y: site for site in sites for i in site.instances}
+        self.norm_inputs = {i.y: i.x for site in sites for i in site.instances}
+        self.above = self._reach(self.nodes, lambda n: n.all_input_nodes)
+        self.below = self._reach(self.nodes[::-1], lambda n: n.users)
+        self.weights = sum(1 << n for node, n in self.index.items() if is_stored(node))
+        self.found: dict[fx.Node, tuple[Residual, fx.Node]] = {}  # by sum, with its skip operand
+
+    def _reach(
+        self, order: list[fx.Node], neighbours: Callable[[fx.Node], object]
+    ) -> dict[fx.Node, int]:
+        """For each node, as bits, what it depends on (or what depends on it), itself included."""
+        reach: dict[fx.Node, int] = {}
+        for node in order:
+            bits = 1 << self.index[node]
+            for other in neighbours(node):  # type: ignore[attr-defined]
+                bits |= reach.get(other, 0)
+            reach[node] = bits
+        return reach
+
+    # -- sublayers ------------------------------------------------------------------------------
+
+    def chains(self) -> list[Chain]:
+        """See :func:`residual_chains`."""
+        residuals: list[Residual] = []
+        for node in self.nodes:
+            residual = self._residual(node)
+            if residual is not None and residual not in residuals:
+                residuals.append(residual)
+        return self._linked(self._outermost(residuals))
+
+    def _residual(self, node: fx.Node) -> Residual | None:
+        if op_name(node) != "add" or node.meta.get("unread") or "shape" not in node.meta:
+            return None
+        operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        if len(operands) != 2 or any(o.meta.get("shape") != node.meta["shape"] for o in operands):
+            return None
+        for skip, branch in (operands, operands[::-1]):
+            found = self._fork(skip, branch)
+            if found is None:
+                continue
+            fork, scale, earlier = found
+            alpha = node.kwargs.get("alpha", 1) if branch is node.args[1] else 1
+            branches = self._branches(fork, branch)
+            if isinstance(alpha, (int, float)):
+                for each in branches:
+                    each.scale *= float(alpha)
+            if earlier is not None:
+                earlier.sums.append(node)
+                earlier.branches = sorted(earlier.branches + branches, key=lambda b: b.kind)
+            residual = earlier or Residual(fork, [node], branches, scale)
+            self.found[node] = residual, skip
+            return residual
+        return None
+
+    def _fork(
+        self, skip: fx.Node, branch: fx.Node
+    ) -> tuple[fx.Node, float, Residual | None] | None:
+        """The nearest value on the skip that the branch is computed from with weights.
+
+        With it the constant on the way, and the sublayer whose sum the skip comes through: its
+        branch and this one share a fork.
+        """
+        scale, earlier = 1.0, None
+        value: fx.Node | None = skip
+        while value is not None:
+            if self._depends(branch, value) and self._computes(value, branch):
+                return value, scale, earlier
+            if value in self.found:
+                before, operand = self.found[value]
+                if before.output is not value:
+                    return None
+                earlier, value = before, operand
+                continue
+            value, factor = self._handed_on(value)
+            scale *= factor
+        return None
+
+    def _depends(self, node: fx.Node, on: fx.Node) -> bool:
+        return node is not on and bool(self.above[node] >> self.index[on] & 1)
+
+    def _between(self, start: fx.Node, end: fx.Node) -> set[fx.Node]:
+        """The ops on paths from ``start`` (not counted) to ``end`` (counted)."""
+        bits = self.below[start] & self.above[end] & ~(1 << self.index[start])
+        inside: set[fx.Node] = set()
+        while bits:
+            last = bits & -bits
+            inside.add(self.nodes[last.bit_length() - 1])
+            bits ^= last
+        return inside
+
+    def _computes(self, start: fx.Node, end: fx.Node) -> bool:
+        """Whether there are weights, or a mixing of positions, between two values."""
+        return any(
+            op_name(n) in _MIXERS | _ATTENTION
+            or (op_name(n) in _CONTRACTIONS and any(_is_weight(a) for a in n.all_input_nodes))
+            for n in self._between(start, end)
+        )
+
+    def _handed_on(self, node: fx.Node) -> tuple[fx.Node | None, float]:
+        """The value that an op hands on, and the constant that it multiplies it by."""
+        if node.op != "call_function" or not node.all_input_nodes:
+            return None, 1.0
+        name, first = op_name(node), node.args[0] if node.args else None
+        if name in _MOVES:
+            value = node.args[1] if name == "where" and not _is_data(node.args[2]) else first
+            if name == "where" and not _is_data(node.args[1]):
+                value = node.args[2]
+            return (value, 1.0) if isinstance(value, fx.Node) else (None, 1.0)
+        if name in _SCALES:
+            return self._masked(node) or _scaled(node)
+        return None, 1.0
+
+    def _masked(self, node: fx.Node) -> tuple[fx.Node, float] | None:
+        """A product with a mask, which is made of the inputs without weights: its other factor."""
+        values = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        masks = [v for v in values if _is_data(v) and not self.above[v] & self.weights]
+        if len(values) != 2 or len(masks) != 1:
+            return None
+        return values[0] if values[1] is masks[0] else values[1], 1.0
+
+    # -- branches -------------------------------------------------------------------------------
+
+    def _branches(self, fork: fx.Node, value: fx.Node) -> list[Branch]:
+        """The branch that ends in ``value``, or the two that it is the sum of."""
+        whole = self._branch(fork, value)
+        parts = whole.exit.args[:2] if op_name(whole.exit) == "add" else ()
+        terms = [p for p in parts if isinstance(p, fx.Node) and self._depends(p, fork)]
+        if whole.output_norms or len(terms) != 2 or whole.exit in self.found:
+            return [whole]
+        if not all(self._computes(fork, term) for term in terms):
+            return [whole]
+        split = [branch for term in terms for branch in self._branches(fork, term)]
+        # Experts beside a shared expert are one feed-forward; attention beside an MLP is not.
+        mixing = {branch.kind in ("attention", "cross-attention", "other") for branch in split}
+        if len(mixing) == 1 and not self._read_apart(split):
+            return [whole]
+        for branch in split:
+            branch.scale *= whole.scale
+        return sorted(split, key=lambda branch: branch.kind)
+
+    def _read_apart(self, branches: list[Branch]) -> bool:
+        """Whether branches take the stream on their own: neither reads what another made."""
+        attends = [b.kind == "attention" for b in branches]
+        return all(attends)
+
+    def _branch(self, fork: fx.Node, value: fx.Node) -> Branch:
+        branch = Branch(value, self._between(fork, value), value)
+        here: fx.Node | None = value
+        while here is not None and here in branch.inside:
+            branch.exit = here
+            if here in self.norms:
+                branch.output_norms.append(self.norms[here])
+                here = self.norm_inputs[here]
+                continue
+            here, factor = self._handed_on(here)
+            branch.scale *= factor
+        branch.output_norms.reverse()
+        self._read_entries(branch, fork)
+        branch.kind = self._kind(branch, fork)
+        if set(branch.output_norms) <= set(branch.input_norms):  # a norm with nothing behind it
+            branch.output_norms = []
+        return branch
+
+    def _read_entries(self, branch: Branch, fork: fx.Node) -> None:
+        queue, seen = [fork], {fork}
+        while queue:
+            node = queue.pop()
+            for user in node.users:
+                if user not in branch.inside or user in seen or user.meta.get("unread"):
+                    continue
+                seen.add(user)
+                if user in self.norms:
+                    branch.input_norms.append(self.norms[user])
+                elif op_name(user) in _MOVES | _SCALES and self._handed_on(user)[0] is node:
+                    queue.append(user)
+                else:
+                    branch.reads_fork = True
+        branch.input_norms = list(dict.fromkeys(branch.input_norms))
+
+    def _kind(self, branch: Branch, fork: fx.Node) -> str:
+        for node in branch.inside:
+            values = _attended(node)
+            if values is not None:
+                own = any(self._depends(v, fork) for v in values)
+                return "attention" if own else "cross-attention"
+        if any(_mixes_tokens(node) for node in branch.inside):
+            return "other"
+        return "feed-forward"
+
+    # -- order ----------------------------------------------------------------------------------
+
+    def _outermost(self, residuals: list[Residual]) -> list[Residual]:
+        """Without sums inside a branch, and without skips around whole sublayers."""
+        insides = {r: set[fx.Node]().union(*(b.inside for b in r.branches)) for r in residuals}
+        long = {
+            r
+            for r in residuals
+            if any(
+                o is not r and o.output in insides[r] and self._same_stream(o.fork, r.fork)
+                for o in residuals
+            )
+        }
+        kept = [r for r in residuals if r not in long]
+        return [
+            r
+            for r in kept
+            if not any(o is not r and r.output in insides[o] and r.fork in insides[o] for o in kept)
+        ]
+
+    def _same_stream(self, later: fx.Node, earlier: fx.Node) -> bool:
+        return later is earlier or any(value is earlier for value, _ in self._origins(later))
+
+    def _origins(self, value: fx.Node) -> Iterator[tuple[fx.Node, list[GraphSite]]]:
+        """The values that ``value`` was handed on from, each with the norms met since."""
+        norms: list[GraphSite] = []
+        here: fx.Node | None = value
+        while here is not None:
+            yield here, norms
+            if here in self.norms:
+                norms = [self.norms[here], *norms]
+                here = self.norm_inputs[here]
+            else:
+                here, _ = self._handed_on(here)
+
+    def _linked(self, residuals: list[Residual]) -> list[Chain]:
+        by_sum = {r.output: r for r in residuals}
+        chain_of: dict[Residual, Chain] = {}
+        chains: list[Chain] = []
+        for residual in residuals:
+            before, norms = self._before(residual, by_sum)
+            chain = chain_of.get(before) if before is not None else None
+            if before is None or chain is None or chain.residuals[-1] is not before:
+                chain = Chain([], norms if before is None else [])
+                chains.append(chain)
+            else:
+                before.stream_norms = norms
+            chain.residuals.append(residual)
+            chain_of[residual] = chain
+        return [done for chain in chains for done in self._finished(chain)]
+
+    def _before(
+        self, residual: Residual, by_sum: dict[fx.Node, Residual]
+    ) -> tuple[Residual | None, list[GraphSite]]:
+        norms: list[GraphSite] = []
+        for value, norms in self._origins(residual.fork):
+            if value in by_sum:
+                return by_sum[value], norms
+        return None, norms
+
+    def _finished(self, chain: Chain) -> list[Chain]:
+        """The chain without its stem, and with what stands behind its last sum."""
+        if _has_stem(chain):
+            chain.embedding_norms = chain.residuals.pop(0).stream_norms
+        if not chain.residuals:
+            return []
+        last = chain.residuals[-1]
+        behind = self._norms_behind(last.output, _width(chain))
+        post = _ends_in_norm(chain)
+        last.stream_norms, chain.final_norms = (behind[:1], behind[1:]) if post else ([], behind)
+        return [chain]
+
+    def _norms_behind(self, value: fx.Node, width: int | None) -> list[GraphSite]:
+        """The norms that read a value, one behind the other; not those of merged channels."""
+        queue = [value]
+        while queue:
+            node = queue.pop(0)
+            for user in node.users:
+                if user in self.norms and self.norm_inputs[user] is node:
+                    if width not in (None, _size(self.norms[user])):
+                        return []
+                    return [self.norms[user], *self._norms_behind(user, width)]
+                if user.op == "call_function" and self._handed_on(user)[0] is node:
+                    queue.append(user)
+        return []
+
+
+def _has_norms(residual: Residual) -> bool:
+    return any(b.input_norms or b.output_norms for b in residual.branches)
+
+
+def _has_stem(chain: Chain) -> bool:
+    """Whether the first sublayer belongs to the embedding: positions by convolution, say.
+
+    It is the only one of its kind: what each layer has is none.
+    """
+    bare = [r for r in chain.residuals if not _has_norms(r) and _kinds(r) == ["other"]]
+    return bare == chain.residuals[:1]
+
+
+def _ends_in_norm(chain: Chain) -> bool:
+    """Whether the norm behind the last sum belongs to its sublayer: the layer before has one too."""
+    kinds = [_kinds(r) for r in chain.residuals]
+    count = len(kinds)
+    periods = (p for p in range(1, count // 2 + 1) if kinds[p:] == kinds[:-p])
+    if count == 1:
+        return not _has_norms(chain.residuals[0])
+    return bool(chain.residuals[-1 - next(periods, 1)].stream_norms)
+
+
+def _kinds(residual: Residual) -> list[str]:
+    return [branch.kind for branch in residual.branches]
+
+
+def _width(chain: Chain) -> int | None:
+    """The size of the chain's norms, where it is known."""
+    for residual in chain.residuals:
+        on_branch = [n for b in residual.branches for n in (*b.input_norms, *b.output_norms)]
+        for norm in (*on_branch, *residual.stream_norms):
+            if _size(norm) is not None:
+                return _size(norm)
+    return None
+
+
+def _size(site: GraphSite) -> int | None:
+    weight = site.tensors.get("weight")
+    return None if weight is None else math.prod(weight.shape)
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, fx.Node) and bool(value.meta.get("from_input"))
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a value is a stored tensor, or a view, cast or selection of one."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        if op_name(node) not in _MOVES | {"index", "stack", "getitem"}:
+            return False
+        node = node.args[0]
+    return is_stored(node) and len(node.meta["shape"]) >= 2
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node | None, float]:
+    """A product with a number or a stored vector (LayerScale): its other factor, the number."""
+    first, second = node.args[0], node.args[1]
+    if isinstance(first, fx.Node) and isinstance(second, (int, float)):
+        return first, float(second) if op_name(node) == "mul" else 1.0 / float(second)
+    values = [a for a in (first, second) if isinstance(a, fx.Node)]
+    data = [v for v in values if _is_data(v)]
+    if len(values) != 2 or len(data) != 1 or (op_name(node) == "div" and data[0] is second):
+        return None, 1.0
+    other = values[0] if values[1] is data[0] else values[1]
+    number = other.meta.get("value")
+    if isinstance(number, (int, float)):
+        return data[0], float(number) if op_name(node) == "mul" else 1.0 / float(number)
+    return data[0], 1.0
+
+
+def _attended(node: fx.Node) -> list[fx.Node] | None:
+    """Of an op that weighs values by attention: the values; else ``None``."""
+    if op_name(node) in _ATTENTION:
+        return [a for a in node.args[1:3] if isinstance(a, fx.Node)]
+    if op_name(node) not in ("bmm", "matmul", "einsum", "baddbmm"):
+        return None
+    operands = node.all_input_nodes
+    weights = [o for o in operands if _is_from_softmax(o)]
+    return [o for o in operands if o not in weights] if weights else None
+
+
+def _is_from_softmax(node: fx.Node) -> bool:
+    while node.op == "call_function":
+        if op_name(node) in ("softmax", "_softmax"):
+            return True
+        if op_name(node) not in _MOVES | {"mul"} or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return False
+
+
+def _mixes_tokens(node: fx.Node) -> bool:
+    name = op_name(node)
+    if name not in _ALONG_TOKENS:
+        return False
+    if "conv" not in name:
+        return True
+    weight = node.args[1]
+    return isinstance(weight, fx.Node) and any(s > 1 for s in weight.meta["shape"][2:])
+
+
+def holder(nodes: Sequence[fx.Node]) -> ModuleCall | None:
+    """The innermost module call that all of ``nodes`` ran in."""
+    common: list[ModuleCall] | None = None
+    for node in nodes:
+        calls = calls_around(node)
+        common = calls if common is None else [c for c in common if c in calls]
+    return common[0] if common else None
