@@ -7,9 +7,10 @@ How a row was read:
 
 * A norm belongs to the embedding of a stack, or is final, if the *stream itself* comes out of it or
   goes into it, token by token. Behind a linear map (the factorised embeddings of ALBERT) it is
-  within the embedding; in front of one, over four concatenated tokens (patch merging of Swin), it
-  is part of the passage between two stacks. Both are listed as ``inner``.
-* In a stack that is post, every norm behind the last add is a stream norm of the last sublayer.
+  within the embedding; over four concatenated tokens (patch merging of Swin) or the mean of all, it
+  is no norm of the stream. These are listed as ``inner``.
+* Behind the last add of a stack, the norm that the same sublayer of the layer before has too is a
+  stream norm; one that only stands there is final.
 * ``inner`` also has the norms of queries and keys, and whatever else runs deeper inside a branch.
   With it each row accounts for every norm that runs, which is tested.
 """
@@ -106,8 +107,9 @@ def branch_output(kind: str, norm: str) -> ExpectedSublayer:
     return ExpectedSublayer(kind, "branch-output", output_norms=(norm,))
 
 
-def parallel(kind: str, norm: str) -> ExpectedSublayer:
-    return ExpectedSublayer(kind, "parallel", input_norms=(norm,))
+def parallel(*norms: str, kind: str = f"{A} + {F}") -> ExpectedSublayer:
+    """One sublayer: its branches read one fork and go to the stream together."""
+    return ExpectedSublayer(kind, "parallel", input_norms=norms)
 
 
 def stack(prefix: str, *layer: ExpectedSublayer, **options: Any) -> ExpectedStack:
@@ -602,10 +604,7 @@ for _name, _title in (("cohere", "Cohere"), ("cohere2", "Cohere2")):
         partial(library, f"{_title}ForCausalLM", **GROUPED),
         causal_ids,
         stack(  # one norm feeds both branches
-            "model.layers.{}.",
-            parallel(A, "input_layernorm"),
-            parallel(F, "input_layernorm"),
-            final_norms=("model.norm",),
+            "model.layers.{}.", parallel("input_layernorm"), final_norms=("model.norm",)
         ),
         source=f"models/{_name}/modeling_{_name}.py, {_title}DecoderLayer.forward",
     )
@@ -614,24 +613,14 @@ for _name, _title in (("gptj", "GPTJ"), ("codegen", "CodeGen")):
         _name,
         partial(library, f"{_title}ForCausalLM", **GPT2, rotary_dim=4),
         causal_ids,
-        stack(
-            "transformer.h.{}.",
-            parallel(A, "ln_1"),
-            parallel(F, "ln_1"),
-            final_norms=("transformer.ln_f",),
-        ),
+        stack("transformer.h.{}.", parallel("ln_1"), final_norms=("transformer.ln_f",)),
         source=f"models/{_name}/modeling_{_name}.py, {_title}Block.forward",
     )
 family(
     "phi",
     partial(library, "PhiForCausalLM", **TEXT),
     causal_ids,
-    stack(
-        "model.layers.{}.",
-        parallel(A, "input_layernorm"),
-        parallel(F, "input_layernorm"),
-        final_norms=("model.final_layernorm",),
-    ),
+    stack("model.layers.{}.", parallel("input_layernorm"), final_norms=("model.final_layernorm",)),
     source="models/phi/modeling_phi.py, PhiDecoderLayer.forward",
 )
 family(
@@ -640,8 +629,7 @@ family(
     causal_ids,
     stack(  # each branch has a norm of its own, both read the same fork
         "gpt_neox.layers.{}.",
-        parallel(A, "input_layernorm"),
-        parallel(F, "post_attention_layernorm"),
+        parallel("input_layernorm", "post_attention_layernorm"),
         final_norms=("gpt_neox.final_layer_norm",),
     ),
     source="models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward",
@@ -662,12 +650,7 @@ family(
     "stablelm_parallel",
     partial(library, "StableLmForCausalLM", **GROUPED, use_parallel_residual=True),
     causal_ids,
-    stack(
-        "model.layers.{}.",
-        parallel(A, "input_layernorm"),
-        parallel(F, "input_layernorm"),
-        final_norms=("model.norm",),
-    ),
+    stack("model.layers.{}.", parallel("input_layernorm"), final_norms=("model.norm",)),
     source="models/stablelm/modeling_stablelm.py, StableLmDecoderLayer.forward",
 )
 # Falcon-7b: one norm; the attention's output is added to the MLP's first, then both to the stream.
@@ -675,24 +658,14 @@ family(
     "falcon",
     partial(library, "FalconForCausalLM", **TEXT),
     causal_ids,
-    stack(
-        "transformer.h.{}.",
-        parallel(A, "input_layernorm"),
-        parallel(F, "input_layernorm"),
-        final_norms=("transformer.ln_f",),
-    ),
+    stack("transformer.h.{}.", parallel("input_layernorm"), final_norms=("transformer.ln_f",)),
     source="models/falcon/modeling_falcon.py, FalconDecoderLayer.forward",
 )
 family(
     "falcon_new",
     partial(library, "FalconForCausalLM", **TEXT, num_kv_heads=2, new_decoder_architecture=True),
     causal_ids,
-    stack(
-        "transformer.h.{}.",
-        parallel(A, "ln_attn"),
-        parallel(F, "ln_mlp"),
-        final_norms=("transformer.ln_f",),
-    ),
+    stack("transformer.h.{}.", parallel("ln_attn", "ln_mlp"), final_norms=("transformer.ln_f",)),
     source="models/falcon/modeling_falcon.py, FalconDecoderLayer.forward",
 )
 family(  # Falcon-RW
@@ -1201,18 +1174,15 @@ family(
     ),
     source="models/beit/modeling_beit.py, BeitLayer.forward",
 )
-# The mean over tokens stands between the last add and the norm, and keeps each channel.
+# The pooler's norm is over the mean of the tokens, and the norm of a mean is not the mean of the
+# normed tokens: the stream has no final norm.
 family(
     "beit_mean_pooling",
     partial(library, "BeitModel", **VISION, use_mean_pooling=True, layer_scale_init_value=0.1),
     pixels,
-    stack(
-        "layers.{}.",
-        pre(A, "layernorm_before"),
-        pre(F, "layernorm_after"),
-        final_norms=("pooler.layernorm",),
-    ),
+    stack("layers.{}.", pre(A, "layernorm_before"), pre(F, "layernorm_after")),
     source="models/beit/modeling_beit.py, BeitLayer.forward, BeitPooler.forward",
+    inner=("pooler.layernorm",),
 )
 family(
     "dinov2",
@@ -1329,12 +1299,13 @@ family(
     stack("blocks.{}.", *_VIT_LAYER, embedding_norms=("norm_pre",), final_norms=("norm",)),
     source=f"{_VIT_FILE}, VisionTransformer.forward_features",
 )
-family(  # fc_norm is behind the mean over tokens
+family(  # fc_norm is over the mean of the tokens, as in BEiT above
     "timm_vit_avg",
     partial(_timm_vit, global_pool="avg", class_token=False),
     image,
-    stack("blocks.{}.", *_VIT_LAYER, final_norms=("fc_norm",)),
+    stack("blocks.{}.", *_VIT_LAYER),
     source=f"{_VIT_FILE}, VisionTransformer.forward_head",
+    inner=("fc_norm",),
 )
 family(
     "timm_vit_rmsnorm",
@@ -1358,7 +1329,7 @@ family(
     "timm_vit_parallel_scaling",
     partial(_timm_block, "ParallelScalingBlock"),
     image,
-    stack("blocks.{}.", parallel(A, "in_norm"), parallel(F, "in_norm"), final_norms=("norm",)),
+    stack("blocks.{}.", parallel("in_norm"), final_norms=("norm",)),
     source=f"{_VIT_FILE}, ParallelScalingBlock.forward",
 )
 # Two attentions side by side, then two MLPs; a sum of stacked tensors adds the branches.
@@ -1368,10 +1339,8 @@ family(
     image,
     stack(
         "blocks.{}.",
-        parallel(A, "attns.0.norm"),
-        parallel(A, "attns.1.norm"),
-        parallel(F, "ffns.0.norm"),
-        parallel(F, "ffns.1.norm"),
+        parallel("attns.0.norm", "attns.1.norm", kind=f"{A} + {A}"),
+        parallel("ffns.0.norm", "ffns.1.norm", kind=f"{F} + {F}"),
         final_norms=("norm",),
     ),
     source=f"{_VIT_FILE}, ParallelThingsBlock.forward",
@@ -1438,17 +1407,12 @@ family(
     stack("layers.{}.", post(A, "norm1"), post(F, "norm2")),
     source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward",
 )
-# The extra norm stands behind the last stream norm, with nothing between.
+# The extra norm stands behind the last layer's norm2, which is a stream norm as in every layer.
 family(
     "torch_encoder_post_and_norm",
     partial(_torch_encoder, norm_first=False, norm=True),
     sequence,
-    stack(
-        "layers.{}.",
-        post(A, "norm1"),
-        post(F, "norm2"),
-        exceptions=((3, post(F, "norm2", "/norm")),),
-    ),
+    stack("layers.{}.", post(A, "norm1"), post(F, "norm2"), final_norms=("norm",)),
     source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward, TransformerEncoder.forward",
 )
 family(
@@ -1475,7 +1439,7 @@ family(
         "encoder.layers.{}.",
         post(A, "norm1"),
         post(F, "norm2"),
-        exceptions=((3, post(F, "norm2", "/encoder.norm")),),
+        final_norms=("encoder.norm",),
         label="encoder",
     ),
     stack(
@@ -1483,7 +1447,7 @@ family(
         post(A, "norm1"),
         post(C, "norm2"),
         post(F, "norm3"),
-        exceptions=((5, post(F, "norm3", "/decoder.norm")),),
+        final_norms=("decoder.norm",),
         label="decoder",
     ),
     source=f"{_TORCH_FILE}, Transformer.__init__, TransformerDecoderLayer.forward",

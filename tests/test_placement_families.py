@@ -41,16 +41,12 @@ def norms_that_run(model: nn.Module, inputs: Any) -> Counter[str]:
 
 
 def norms_of_table(row: Family) -> Counter[str]:
-    """How often each norm is called if the table is right; one that feeds two branches, once."""
+    """How often each norm is called if the table is right."""
     found: Counter[str] = Counter()
     for part in row.stacks:
         found.update(part.embedding_norms + part.final_norms)
-        before: tuple[str, ...] = ()
         for sub in part.sublayers():
-            shared = sub.form == "parallel" and sub.input_norms == before
-            found.update(() if shared else sub.input_norms)
-            found.update(sub.output_norms + sub.stream_norms)
-            before = sub.input_norms
+            found.update(sub.input_norms + sub.output_norms + sub.stream_norms)
     return found
 
 
