@@ -18,271 +18,59 @@ How a row was read:
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-A, C, F, O = "attention", "cross-attention", "feed-forward", "other"  # noqa: E741
-VOCABULARY = 40
-WIDTH = 32
-
-
-@dataclass(frozen=True)
-class ExpectedSublayer:
-    """Names of norms are patterns: `{}` is the number of the layer, `{next}` one more."""
-
-    kind: str
-    form: str
-    input_norms: tuple[str, ...] = ()
-    output_norms: tuple[str, ...] = ()
-    stream_norms: tuple[str, ...] = ()
-    skip_scale: float = 1.0
-    branch_scale: float = 1.0
-
-    def at(self, layer: int, prefix: str) -> ExpectedSublayer:
-        def filled(patterns: tuple[str, ...]) -> tuple[str, ...]:
-            # A leading slash is for a norm outside of the layers.
-            full = (p[1:] if p.startswith("/") else prefix + p for p in patterns)
-            return tuple(p.format(layer, next=layer + 1) for p in full)
-
-        return replace(
-            self,
-            input_norms=filled(self.input_norms),
-            output_norms=filled(self.output_norms),
-            stream_norms=filled(self.stream_norms),
-        )
-
-
-@dataclass(frozen=True)
-class ExpectedStack:
-    """A chain of `layers` times `layer`, apart from the `exceptions` (number of sublayer, what)."""
-
-    form: str
-    prefix: str
-    layer: tuple[ExpectedSublayer, ...]
-    embedding_norms: tuple[str, ...] = ()
-    final_norms: tuple[str, ...] = ()
-    layers: int = 2
-    exceptions: tuple[tuple[int, ExpectedSublayer], ...] = ()
-    label: str = ""
-
-    def sublayers(self) -> tuple[ExpectedSublayer, ...]:
-        rows = [(i, row) for i in range(self.layers) for row in self.layer]
-        for number, row in self.exceptions:
-            rows[number] = (rows[number][0], row)
-        return tuple(row.at(layer, self.prefix) for layer, row in rows)
-
-
-@dataclass(frozen=True)
-class Family:
-    name: str
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], Any]
-    stacks: tuple[ExpectedStack, ...]
-    source: str
-    inner: tuple[str, ...] = ()  # patterns of fnmatch
-
-
-# Short forms of rows
-
-
-def pre(kind: str, *norms: str, scale: float = 1.0) -> ExpectedSublayer:
-    return ExpectedSublayer(kind, "pre", input_norms=norms, branch_scale=scale)
-
-
-def post(kind: str, *norms: str) -> ExpectedSublayer:
-    return ExpectedSublayer(kind, "post", stream_norms=norms)
-
-
-def sandwich(kind: str, before: str, behind: str) -> ExpectedSublayer:
-    return ExpectedSublayer(kind, "sandwich", input_norms=(before,), output_norms=(behind,))
-
-
-def branch_output(kind: str, norm: str) -> ExpectedSublayer:
-    return ExpectedSublayer(kind, "branch-output", output_norms=(norm,))
-
-
-def parallel(*norms: str, kind: str = f"{A} + {F}") -> ExpectedSublayer:
-    """One sublayer: its branches read one fork and go to the stream together."""
-    return ExpectedSublayer(kind, "parallel", input_norms=norms)
-
-
-def stack(prefix: str, *layer: ExpectedSublayer, **options: Any) -> ExpectedStack:
-    """A stack whose sublayers are all of one form, unless `form` says otherwise."""
-    form = options.pop("form", layer[0].form)
-    return ExpectedStack(form, prefix, layer, **options)
-
-
-# Models and inputs
-
-
-def library(model: str, **settings: Any) -> nn.Module:
-    """A model of the transformers library with random weights."""
-    import transformers
-
-    torch.manual_seed(0)
-    cls = getattr(transformers, model)
-    built = cls(cls.config_class(**settings)).eval()
-    if any("Experts" in type(module).__name__ for module in built.modules()):
-        built.set_experts_implementation("batched_mm")  # no shape depends on values
-    return built
-
-
-def timm_model(module: str, model: str, **settings: Any) -> nn.Module:
-    import importlib
-
-    torch.manual_seed(0)
-    cls = getattr(importlib.import_module(f"timm.models.{module}"), model)
-    return cls(**settings).eval()
-
-
-def token_ids(length: int = 6, seed: int = 1, below: int = VOCABULARY) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, below, (2, length), generator=generator)
-
-
-def noise(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ids() -> Mapping[str, Any]:
-    return {"input_ids": token_ids()}
-
-
-def causal_ids() -> Mapping[str, Any]:
-    return {"input_ids": token_ids(), "use_cache": False}
-
-
-def two_texts() -> Mapping[str, Any]:
-    return {"input_ids": token_ids(), "decoder_input_ids": token_ids(5, seed=2), "use_cache": False}
-
-
-def pixels() -> Mapping[str, Any]:
-    return {"pixel_values": noise(2, 3, 16, 16)}
-
-
-def sound() -> Mapping[str, Any]:
-    return {"input_values": noise(2, 400)}
-
-
-def spectrogram() -> Mapping[str, Any]:
-    return {
-        "input_features": noise(2, 8, 32),
-        "decoder_input_ids": token_ids(5),
-        "use_cache": False,
-    }
-
-
-def text_and_states() -> Mapping[str, Any]:
-    return {**causal_ids(), "encoder_hidden_states": noise(2, 5, WIDTH)}
-
-
-def image() -> Tensor:
-    return noise(2, 3, 16, 16)
-
-
-def sequence() -> Tensor:
-    return noise(2, 6, WIDTH)
-
-
-def two_sequences() -> tuple[Tensor, Tensor]:
-    return noise(2, 6, WIDTH), noise(2, 5, WIDTH, seed=2)
-
-
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TEXT = {
-    **SPECIAL,
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-GROUPED = {**TEXT, "num_key_value_heads": 2}
-GEMMA = {**GROUPED, "head_dim": 8}
-GPT2 = {
-    **SPECIAL,
-    "vocab_size": VOCABULARY,
-    "n_embd": WIDTH,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-}
-BLOOM = {**SPECIAL, "vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4}
-BOTH = {
-    **SPECIAL,
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 32,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": 2,
-}
-T5 = {
-    **SPECIAL,
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-VISION = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 8,
-}
-SWIN = {
-    "image_size": 16,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "window_size": 2,
-}
-SOUND = {
-    **{k: v for k, v in TEXT.items() if k != "max_position_embeddings"},
-    "conv_dim": (16, 16),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 2),
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-}
-EXPERTS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
-LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
-DEEPSEEK = {
-    **GROUPED,
-    **EXPERTS,
-    **LATENT,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-}
-TIMM = {"img_size": 16, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 4}
-TIMM_VIT = {**TIMM, "num_classes": 5}
-LAYER = {"d_model": WIDTH, "nhead": 4, "dim_feedforward": 48, "batch_first": True}
+from placement_rows import (
+    BLOOM,
+    BOTH,
+    DEEPSEEK,
+    GEMMA,
+    GPT2,
+    GROUPED,
+    SOUND,
+    SPECIAL,
+    SWIN,
+    T5,
+    TEXT,
+    TIMM_VIT,
+    VISION,
+    VOCABULARY,
+    WIDTH,
+    A,
+    C,
+    ExpectedStack,
+    ExpectedSublayer,
+    F,
+    Family,
+    O,
+    branch_output,
+    causal_ids,
+    ids,
+    image,
+    library,
+    markdown,
+    parallel,
+    pixels,
+    post,
+    pre,
+    sandwich,
+    sequence,
+    sound,
+    spectrogram,
+    stack,
+    text_and_states,
+    timm_block,
+    timm_model,
+    timm_rms,
+    timm_vit,
+    torch_encoder,
+    torch_transformer,
+    two_sequences,
+    two_texts,
+)
+from torch import nn
 
 FAMILIES: list[Family] = []
 
@@ -1266,27 +1054,11 @@ family(
 # timm
 
 
-def _timm_vit(**settings: Any) -> nn.Module:
-    return timm_model("vision_transformer", "VisionTransformer", **TIMM_VIT, **settings)
-
-
-def _timm_block(block: str, **settings: Any) -> nn.Module:
-    from timm.models import vision_transformer
-
-    return _timm_vit(block_fn=getattr(vision_transformer, block), **settings)
-
-
-def _timm_rms() -> nn.Module:
-    from timm.layers import RmsNorm
-
-    return _timm_vit(norm_layer=RmsNorm, qk_norm=True)
-
-
 _VIT_FILE = "timm/models/vision_transformer.py"
 _VIT_LAYER = (pre(A, "norm1"), pre(F, "norm2"))
 family(
     "timm_vit",
-    partial(_timm_vit, init_values=0.1),
+    partial(timm_vit, init_values=0.1),
     image,
     stack("blocks.{}.", *_VIT_LAYER, final_norms=("norm",)),
     source=f"{_VIT_FILE}, Block.forward",
@@ -1294,14 +1066,14 @@ family(
 # norm_pre is before the blocks: `pre_norm` makes an embedding norm and says nothing of the form.
 family(
     "timm_vit_pre_norm",
-    partial(_timm_vit, pre_norm=True),
+    partial(timm_vit, pre_norm=True),
     image,
     stack("blocks.{}.", *_VIT_LAYER, embedding_norms=("norm_pre",), final_norms=("norm",)),
     source=f"{_VIT_FILE}, VisionTransformer.forward_features",
 )
 family(  # fc_norm is over the mean of the tokens, as in BEiT above
     "timm_vit_avg",
-    partial(_timm_vit, global_pool="avg", class_token=False),
+    partial(timm_vit, global_pool="avg", class_token=False),
     image,
     stack("blocks.{}.", *_VIT_LAYER),
     source=f"{_VIT_FILE}, VisionTransformer.forward_head",
@@ -1309,7 +1081,7 @@ family(  # fc_norm is over the mean of the tokens, as in BEiT above
 )
 family(
     "timm_vit_rmsnorm",
-    _timm_rms,
+    timm_rms,
     image,
     stack("blocks.{}.", *_VIT_LAYER, final_norms=("norm",)),
     source=f"{_VIT_FILE}, Block.forward",
@@ -1317,7 +1089,7 @@ family(
 )
 family(
     "timm_vit_res_post",
-    partial(_timm_block, "ResPostBlock"),
+    partial(timm_block, "ResPostBlock"),
     image,
     stack(
         "blocks.{}.", branch_output(A, "norm1"), branch_output(F, "norm2"), final_norms=("norm",)
@@ -1327,7 +1099,7 @@ family(
 # ViT-22B: one norm and one fused input projection for both branches.
 family(
     "timm_vit_parallel_scaling",
-    partial(_timm_block, "ParallelScalingBlock"),
+    partial(timm_block, "ParallelScalingBlock"),
     image,
     stack("blocks.{}.", parallel("in_norm"), final_norms=("norm",)),
     source=f"{_VIT_FILE}, ParallelScalingBlock.forward",
@@ -1335,7 +1107,7 @@ family(
 # Two attentions side by side, then two MLPs; a sum of stacked tensors adds the branches.
 family(
     "timm_vit_parallel_things",
-    partial(_timm_block, "ParallelThingsBlock"),
+    partial(timm_block, "ParallelThingsBlock"),
     image,
     stack(
         "blocks.{}.",
@@ -1381,28 +1153,10 @@ family(
 # torch
 
 
-def _torch_encoder(*, norm_first: bool, norm: bool) -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(**LAYER, norm_first=norm_first)
-    return nn.TransformerEncoder(
-        layer, 2, norm=nn.LayerNorm(WIDTH) if norm else None, enable_nested_tensor=False
-    ).eval()
-
-
-def _torch_transformer(*, norm_first: bool) -> nn.Module:
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        # Its encoder says that norm_first does not go with nested tensors, and cannot be told so.
-        warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
-        return nn.Transformer(
-            **LAYER, num_encoder_layers=2, num_decoder_layers=2, norm_first=norm_first
-        ).eval()
-
-
 _TORCH_FILE = "torch/nn/modules/transformer.py"
 family(
     "torch_encoder_post",
-    partial(_torch_encoder, norm_first=False, norm=False),
+    partial(torch_encoder, norm_first=False, norm=False),
     sequence,
     stack("layers.{}.", post(A, "norm1"), post(F, "norm2")),
     source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward",
@@ -1410,14 +1164,14 @@ family(
 # The extra norm stands behind the last layer's norm2, which is a stream norm as in every layer.
 family(
     "torch_encoder_post_and_norm",
-    partial(_torch_encoder, norm_first=False, norm=True),
+    partial(torch_encoder, norm_first=False, norm=True),
     sequence,
     stack("layers.{}.", post(A, "norm1"), post(F, "norm2"), final_norms=("norm",)),
     source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward, TransformerEncoder.forward",
 )
 family(
     "torch_encoder_pre",
-    partial(_torch_encoder, norm_first=True, norm=True),
+    partial(torch_encoder, norm_first=True, norm=True),
     sequence,
     stack("layers.{}.", pre(A, "norm1"), pre(F, "norm2"), final_norms=("norm",)),
     source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward, TransformerEncoder.forward",
@@ -1425,7 +1179,7 @@ family(
 # Without a final norm the stream leaves as it is.
 family(
     "torch_encoder_pre_without_norm",
-    partial(_torch_encoder, norm_first=True, norm=False),
+    partial(torch_encoder, norm_first=True, norm=False),
     sequence,
     stack("layers.{}.", pre(A, "norm1"), pre(F, "norm2")),
     source=f"{_TORCH_FILE}, TransformerEncoderLayer.forward",
@@ -1433,7 +1187,7 @@ family(
 # nn.Transformer always makes encoder.norm and decoder.norm.
 family(
     "torch_transformer_post",
-    partial(_torch_transformer, norm_first=False),
+    partial(torch_transformer, norm_first=False),
     two_sequences,
     stack(
         "encoder.layers.{}.",
@@ -1454,7 +1208,7 @@ family(
 )
 family(
     "torch_transformer_pre",
-    partial(_torch_transformer, norm_first=True),
+    partial(torch_transformer, norm_first=True),
     two_sequences,
     stack(
         "encoder.layers.{}.",
@@ -1475,56 +1229,5 @@ family(
 )
 
 
-# The table as Markdown
-
-
-def markdown() -> str:
-    """One row a stack; a layer's sublayers once, with what differs behind them."""
-    lines = [
-        "# Where the norms of known models stand",
-        "",
-        f"Read by hand off the source code; {len(FAMILIES)} families. Printed by "
-        "`python tests/placement_families.py`. P: input norms, Q: output norms, "
-        "S: stream norms; `{}` is the number of the layer.",
-        "",
-        "| family | source read | stack | form | sublayers of a layer | embedding | final |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in FAMILIES:
-        for part in row.stacks:
-            label = part.label or "whole"
-            cells = [
-                row.name,
-                row.source,
-                f"{label}, {part.layers} × `{part.prefix}*`",
-                part.form,
-                _layer_text(part),
-                _names(part.embedding_norms),
-                _names(part.final_norms),
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _layer_text(part: ExpectedStack) -> str:
-    rows = [_sublayer_text(row) for row in part.layer]
-    rows += [f"(sublayer {i}: {_sublayer_text(row)})" for i, row in part.exceptions]
-    return "; ".join(rows)
-
-
-def _sublayer_text(row: ExpectedSublayer) -> str:
-    norms = (("P", row.input_norms), ("Q", row.output_norms), ("S", row.stream_norms))
-    words = [f"{letter} {_names(names)}" for letter, names in norms if names]
-    if row.branch_scale != 1.0:
-        words.append(f"branch × {row.branch_scale:.4g}")
-    if row.skip_scale != 1.0:
-        words.append(f"skip × {row.skip_scale:.4g}")
-    return f"{row.kind} {row.form} " + ", ".join(words or ["no norm"])
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name.removeprefix('/')}`" for name in names) or "–"
-
-
 if __name__ == "__main__":
-    sys.stdout.write(markdown())
+    sys.stdout.write(markdown(FAMILIES))
