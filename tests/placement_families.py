@@ -153,6 +153,31 @@ family(
     inner=LATENT_NORMS,
 )
 
+# One module holds the attention and the norms of both sublayers. It gives out the stream and, beside
+# that, what norm_2 makes of it for the experts.
+family(
+    "dbrx",
+    partial(
+        library,
+        "DbrxForCausalLM",
+        **SPECIAL,
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=32,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
+    causal_ids,
+    stack(
+        "transformer.blocks.{}.",
+        pre(A, "norm_attn_norm.norm_1"),
+        pre(F, "norm_attn_norm.norm_2"),
+        final_norms=("transformer.norm_f",),
+    ),
+    source="models/dbrx/modeling_dbrx.py, DbrxNormAttentionNorm.forward, DbrxBlock.forward",
+)
 GPT2_LIKE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("gpt2", "GPT2LMHeadModel", "models/gpt2/modeling_gpt2.py, GPT2Block", GPT2),
     (
@@ -806,6 +831,18 @@ for _name, _model, _settings, _stacks in (
         source=f"models/{_name}/modeling_{_name}.py, {_title}EncoderLayer.forward, "
         f"{_title}DecoderLayer.forward, {_title}Encoder.forward, {_title}Decoder.forward",
     )
+# The encoder norms the sum of tokens and positions; the decoder norms the tokens and adds positions
+# behind the norm, so that no norm makes its stream.
+family(
+    "blenderbot_small",
+    partial(library, "BlenderbotSmallModel", **BOTH),
+    two_texts,
+    seq2seq(post, embedding="layernorm_embedding")[0],
+    seq2seq(post)[1],
+    source="models/blenderbot_small/modeling_blenderbot_small.py, "
+    "BlenderbotSmallEncoder.forward, BlenderbotSmallDecoder.forward",
+    inner=("decoder.layernorm_embedding",),
+)
 family(
     "whisper",
     partial(
@@ -890,6 +927,27 @@ for _name, _model in (("wav2vec2", "Wav2Vec2Model"), ("hubert", "HubertModel")):
         source=f"models/{_name}/modeling_{_name}.py, {_title}Encoder.forward",
         inner=_SOUND_INNER,
     )
+# Several positional convolutions with norms of their own between them: inner, since an activation
+# stands behind the last.
+family(
+    "data2vec_audio",
+    partial(
+        library,
+        "Data2VecAudioModel",
+        **{**SOUND, "num_conv_pos_embeddings": 2},
+        conv_pos_kernel_size=3,
+    ),
+    sound,
+    stack(
+        "encoder.layers.{}.",
+        post(A, "layer_norm"),
+        post(F, "final_layer_norm"),
+        embedding_norms=("encoder.layer_norm",),
+    ),
+    source="models/data2vec/modeling_data2vec_audio.py, Data2VecAudioEncoder.forward, "
+    "Data2VecAudioPositionalConvLayer.forward",
+    inner=(*_SOUND_INNER, "encoder.pos_conv_embed.layers.*"),
+)
 family(
     "wav2vec2_stable",
     partial(
@@ -1004,6 +1062,23 @@ family(
         final_norms=("post_layernorm",),
     ),
     source="models/clip/modeling_clip.py, CLIPEncoderLayer.forward, CLIPVisionModel.forward",
+)
+# The head: one learned query attends to the stream, without a skip, and its answer goes through one
+# more sublayer. That is a stream of its own.
+family(
+    "siglip_vision",
+    partial(library, "SiglipVisionModel", **VISION),
+    pixels,
+    stack(
+        "encoder.layers.{}.",
+        pre(A, "layer_norm1"),
+        pre(F, "layer_norm2"),
+        final_norms=("post_layernorm",),
+        label="encoder",
+    ),
+    stack("head.", pre(F, "layernorm"), layers=1, label="head"),
+    source="models/siglip/modeling_siglip.py, SiglipEncoderLayer.forward, "
+    "SiglipMultiheadAttentionPoolingHead.forward",
 )
 # Each stage is a stack of its own. Patch merging: the norm is over four tokens side by side, and a
 # linear map follows. It is neither a final norm of one stage nor an embedding norm of the next.
@@ -1148,6 +1223,24 @@ family(
     stack("layers.1.blocks.{}.", *_VIT_LAYER, final_norms=("norm",), label="layers.1"),
     source="timm/models/swin_transformer.py, SwinTransformerBlock.forward, PatchMerging.forward",
     inner=("layers.*.downsample.norm",),
+)
+
+# The first MLP of a block works along the tokens: it mixes positions, without attention.
+family(
+    "timm_mixer",
+    partial(
+        timm_model,
+        "mlp_mixer",
+        "MlpMixer",
+        img_size=16,
+        patch_size=8,
+        embed_dim=WIDTH,
+        num_blocks=2,
+        num_classes=5,
+    ),
+    image,
+    stack("blocks.{}.", pre(O, "norm1"), pre(F, "norm2"), final_norms=("norm",)),
+    source="timm/models/mlp_mixer.py, MixerBlock.forward",
 )
 
 # torch
