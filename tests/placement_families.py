@@ -153,8 +153,8 @@ family(
     inner=LATENT_NORMS,
 )
 
-# One module holds the attention and the norms of both sublayers. It gives out the stream and, beside
-# that, what norm_2 makes of it for the experts.
+# One module holds the attention and the norms of both sublayers. It gives out the stream and,
+# beside that, what norm_2 makes of it for the experts.
 family(
     "dbrx",
     partial(
@@ -561,6 +561,31 @@ family(
     "JambaAttentionDecoderLayer.forward",
     inner=("*.mamba.*_layernorm",),
 )
+# Attention and Mamba read one norm of the same fork and are added together; then an MLP: a layer
+# with two forms.
+family(
+    "falcon_h1",
+    partial(
+        library,
+        "FalconH1ForCausalLM",
+        **GROUPED,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=4,
+    ),
+    causal_ids,
+    stack(
+        "model.layers.{}.",
+        parallel("input_layernorm", kind=f"{A} + {O}"),
+        pre(F, "pre_ff_layernorm"),
+        form="mixed",
+        final_norms=("model.final_layernorm",),
+    ),
+    source="models/falcon_h1/modeling_falcon_h1.py, FalconH1DecoderLayer.forward",
+)
 # The Fourier transform has no parameters. A linear map stands behind the embedding's norm.
 family(
     "fnet",
@@ -885,6 +910,30 @@ for _name, _model, _settings in (
         source=f"models/{_name}/modeling_{_name}.py, {_title}LayerSelfAttention.forward, "
         f"{_title}LayerCrossAttention.forward, {_title}LayerFF.forward, {_title}Block.forward",
     )
+# Attention within windows. The bias for relative positions is made once, in the first layer, and is
+# added to the scores of each layer: no stream.
+family(
+    "longt5",
+    partial(library, "LongT5Model", **T5),
+    two_texts,
+    stack(
+        "encoder.block.{}.",
+        pre(A, "layer.0.layer_norm"),
+        pre(F, "layer.1.layer_norm"),
+        final_norms=("encoder.final_layer_norm",),
+        label="encoder",
+    ),
+    stack(
+        "decoder.block.{}.",
+        pre(A, "layer.0.layer_norm"),
+        pre(C, "layer.1.layer_norm"),
+        pre(F, "layer.2.layer_norm"),
+        final_norms=("decoder.final_layer_norm",),
+        label="decoder",
+    ),
+    source="models/longt5/modeling_longt5.py, LongT5LayerLocalSelfAttention.forward, "
+    "LongT5Block.forward",
+)
 _SELF = sandwich(A, "pre_self_attn_layernorm", "post_self_attn_layernorm")
 _CROSS = sandwich(C, "pre_cross_attn_layernorm", "post_cross_attn_layernorm")
 _MLP = sandwich(F, "pre_feedforward_layernorm", "post_feedforward_layernorm")
