@@ -8,6 +8,7 @@ norms with stored weights are nodes already.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from torch import fx, nn
@@ -24,7 +25,9 @@ from normswap.spec import NormSpec
 KINDS = ("layer", "rms")
 
 
-def norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
+def norms_in_graph(
+    model: nn.Module, capture: Capture, kinds: Collection[str] = KINDS
+) -> list[GraphSite]:
     """Every layer and RMS norm, in the order of the modules, then the functional ones.
 
     The graph is changed: each call of a norm module becomes one node.
@@ -36,10 +39,10 @@ def norms_in_graph(model: nn.Module, capture: Capture) -> list[GraphSite]:
     sites = [
         _of_module(site, site.spec, capture, inside, renamed)
         for site in modules.values()
-        if site.spec is not None and site.spec.kind in KINDS
+        if site.spec is not None and site.spec.kind in kinds
     ]
     _rename(capture, renamed)
-    sites += [_of_function(s, n) for s, n in functional if s.spec and s.spec.kind in KINDS]
+    sites += [_of_function(s, n) for s, n in functional if s.spec and s.spec.kind in kinds]
     for instance in (i for site in sites for i in site.instances):
         instance.x = instance.y.all_input_nodes[0]  # itself a norm that has a new node, perhaps
     return sites

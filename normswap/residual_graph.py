@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall
-from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, is_stored, op_name
+from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, is_stored, op_name, permutation
 from normswap.find import GraphSite
 from normswap.graphs import calls_around
 
@@ -142,6 +142,8 @@ class _Reader:
         if op_name(node) != "add" or node.meta.get("unread") or "shape" not in node.meta:
             return None
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        if _are_scores(node):
+            return None
         if len(operands) != 2 or any(o.meta.get("shape") != node.meta["shape"] for o in operands):
             return None
         for skip, branch in (operands, operands[::-1]):
@@ -231,29 +233,23 @@ class _Reader:
     # -- branches -------------------------------------------------------------------------------
 
     def _branches(self, fork: fx.Node, value: fx.Node) -> list[Branch]:
-        """The branch that ends in ``value``, or the two that it is the sum of."""
+        """The branch that ends in ``value``, or those that it is the sum of."""
         whole = self._branch(fork, value)
-        parts = whole.exit.args[:2] if op_name(whole.exit) == "add" else ()
-        terms = [p for p in parts if isinstance(p, fx.Node) and self._depends(p, fork)]
-        if whole.output_norms or len(terms) != 2 or whole.exit in self.found:
+        terms = [t for t in _terms(whole.exit) if self._depends(t, fork)]
+        if whole.output_norms or len(terms) < 2 or whole.exit in self.found:
             return [whole]
         if not all(self._computes(fork, term) for term in terms):
             return [whole]
         split = [branch for term in terms for branch in self._branches(fork, term)]
         # Experts beside a shared expert are one feed-forward; attention beside an MLP is not.
-        mixing = {branch.kind in ("attention", "cross-attention", "other") for branch in split}
-        if len(mixing) == 1 and not self._read_apart(split):
+        norms = {tuple(branch.input_norms) for branch in split}
+        if len({branch.kind for branch in split}) == 1 and len(norms) == 1:
             return [whole]
         for branch in split:
             branch.scale *= whole.scale
             branch.outer_scale *= whole.scale
             branch.joins |= self._between(whole.exit, value) | {whole.exit}
         return sorted(split, key=lambda branch: branch.kind)
-
-    def _read_apart(self, branches: list[Branch]) -> bool:
-        """Whether branches take the stream on their own: neither reads what another made."""
-        attends = [b.kind == "attention" for b in branches]
-        return all(attends)
 
     def _branch(self, fork: fx.Node, value: fx.Node) -> Branch:
         branch = Branch(value, self._between(fork, value), value)
@@ -428,6 +424,30 @@ def _size(site: GraphSite) -> int | None:
     return None if weight is None else math.prod(weight.shape)
 
 
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """The values that an op adds up."""
+    terms: Sequence[object] = ()
+    if op_name(node) == "add":
+        terms = node.args[:2]
+    elif op_name(node) == "sum" and isinstance(node.args[0], fx.Node):
+        stacked = node.args[0]
+        given = stacked.args[0] if op_name(stacked) == "stack" else ()
+        terms = list(given) if isinstance(given, (list, tuple)) else ()
+    return [term for term in terms if isinstance(term, fx.Node)]
+
+
+def _are_scores(node: fx.Node) -> bool:
+    """Whether a value goes into a softmax: attention scores, with a bias perhaps."""
+    queue = [node]
+    while queue:
+        for user in queue.pop().users:
+            if op_name(user) in ("softmax", "_softmax"):
+                return True
+            if op_name(user) in _MOVES | {"add"} and user.meta.get("shape") == node.meta["shape"]:
+                queue.append(user)
+    return False
+
+
 def _is_data(value: object) -> bool:
     return isinstance(value, fx.Node) and bool(value.meta.get("from_input"))
 
@@ -472,7 +492,8 @@ def _is_from_softmax(node: fx.Node) -> bool:
     while node.op == "call_function":
         if op_name(node) in ("softmax", "_softmax"):
             return True
-        if op_name(node) not in _MOVES | {"mul"} or not isinstance(node.args[0], fx.Node):
+        # Talking heads: a linear layer over the heads of the weights.
+        if op_name(node) not in _MOVES | {"mul", "linear"} or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
     return False
@@ -480,12 +501,26 @@ def _is_from_softmax(node: fx.Node) -> bool:
 
 def _mixes_tokens(node: fx.Node) -> bool:
     name = op_name(node)
+    if name == "linear":
+        return _is_transposed(node.args[0])
     if name not in _ALONG_TOKENS:
         return False
     if "conv" not in name:
         return True
     weight = node.args[1]
     return isinstance(weight, fx.Node) and any(s > 1 for s in weight.meta["shape"][2:])
+
+
+def _is_transposed(value: object) -> bool:
+    """Whether the last axis of a value was another one before it was handed on."""
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        name = op_name(value)
+        if name in PERMUTATIONS and permutation(value)[-1] != len(value.meta["shape"]) - 1:
+            return True
+        if name not in CASTS | PERMUTATIONS | {"dropout"}:
+            return False
+        value = value.args[0]
+    return False
 
 
 def holder(nodes: Sequence[fx.Node]) -> ModuleCall | None:

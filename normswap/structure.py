@@ -125,6 +125,10 @@ def _section(stack: Stack) -> Section:
 _COLUMNS = ("sublayer", "what", "form", "input norms", "output norms", "stream norms")
 
 
+# Norms that transformers have; a BatchNorm makes no stack of a convolutional net.
+_KINDS = ("layer", "rms", "crms", "lp", "scale", "group", "dyt", "derf")
+
+
 @dataclass(eq=False)
 class Reading:
     """A structure with the chains in the graph that it was read from."""
@@ -142,7 +146,7 @@ def read_structure(model: nn.Module, inputs: Inputs) -> Reading:
         CaptureError: the model cannot be run on the inputs.
     """
     recorded = capture(model, inputs)
-    sites = norms_in_graph(model, recorded)
+    sites = norms_in_graph(model, recorded, _KINDS)
     chains = [c for c in residual_chains(recorded, sites) if _is_transformer(c)]
     return Reading(recorded, sites, chains, ResidualStructure(tuple(map(_stack, chains))))
 

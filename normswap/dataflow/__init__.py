@@ -25,6 +25,7 @@ from normswap.dataflow.rule import (
     Value,
     is_stored,
     op_name,
+    permutation,
 )
 from normswap.dataflow.table import RULES, rule_for
 
@@ -44,5 +45,6 @@ __all__ = [
     "norm_axes",
     "norm_call",
     "op_name",
+    "permutation",
     "rule_for",
 ]

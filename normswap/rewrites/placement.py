@@ -491,7 +491,10 @@ class _Conversion:
     def _require_unit(self, norm: GraphSite, residual: Residual) -> None:
         _require_one_evaluation(norm)
         spec = _spec(norm)
-        good = spec.eps_place == "inside" and spec.partial is None and not spec.machine_eps
+        known = spec.kind in ("layer", "rms")
+        good = (
+            known and spec.eps_place == "inside" and spec.partial is None and not spec.machine_eps
+        )
         if not good or any(axis >= 0 for axis in spec.axes):
             raise Blocked("op", f"{norm.site.name!r} is no plain norm over the last axes")
         if not is_read_as_it_is(norm.instances[0].x, residual.fork):
