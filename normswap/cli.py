@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from normswap.find import NormSite
     from normswap.plan import Plan
     from normswap.report import Report
+    from normswap.structure import ResidualStructure
     from normswap.verification import Verification
 
 P = ParamSpec("P")
@@ -168,15 +169,37 @@ def inspect_model(
     where: Where = None,
     as_json: AsJson = False,
 ) -> int:
-    """List the norms of a model; functional ones only with example inputs."""
+    """List the norms of a model, and where they stand in its residual stacks.
+
+    Functional norms are listed only with example inputs.
+    """
     import normswap as ns
 
     model = _load(src, arch, arch_kwargs)
-    sites = ns.find_norms(model, _example_inputs(input_shape, inputs))
+    examples = _example_inputs(input_shape, inputs)
+    sites = ns.find_norms(model, examples)
     if where:
         sites = sites.where(where)
-    typer.echo(_json([_site(site) for site in sites]) if as_json else str(sites))
+    structure = _structure(model, examples)
+    if as_json:
+        stacks = [] if structure is None else asdict(structure)["stacks"]
+        typer.echo(_json({"norms": [_site(site) for site in sites], "stacks": stacks}))
+        return DONE
+    typer.echo(str(sites))
+    if structure is not None and structure.stacks and not where:
+        typer.echo(f"\n{structure}")
     return DONE
+
+
+def _structure(model: nn.Module, examples: Any) -> ResidualStructure | None:
+    """The residual structure; ``None``, with a note, where the model cannot be run."""
+    import normswap as ns
+
+    try:
+        return ns.residual_structure(model, examples)
+    except NormswapError as error:
+        typer.echo(f"note: no residual structure: {error}", err=True)
+        return None
 
 
 @dataclass(frozen=True)
@@ -389,6 +412,68 @@ def swap(
             **wish,
         ),
         nothing="no norm could be swapped",
+    )
+
+
+@_changes("place")
+def place(
+    src: Source,
+    dst: Target = None,
+    to: Annotated[
+        str, typer.Option(help="pre, post, sandwich, deepnorm or residual-dual.")
+    ] = "pre",
+    skip: Annotated[
+        str,
+        typer.Option(
+            help="Post to pre: clean (the true pre-norm, not exact) or normalised (the same "
+            "function written the other way round)."
+        ),
+    ] = "clean",
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Pre to post: carried (exact), calibrated (constants), or none (the rotation)."
+        ),
+    ] = None,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A batch to measure constants on, a .safetensors like --inputs; may be repeated.",
+        ),
+    ] = None,
+    native: Annotated[
+        bool,
+        typer.Option(
+            help="Write a plain model of the class or flag that has the other placement, where "
+            "transformers or torch has one."
+        ),
+    ] = True,
+    *,
+    options: _Options,
+) -> int:
+    """Move the norms of a transformer to where another residual form has them."""
+    import normswap as ns
+
+    if options.globs or options.outputs:
+        raise NormswapError("--where and --output mean nothing here: whole stacks are converted")
+    batches = [_example_inputs(None, file) for file in calibration or ()]
+    wish: dict[str, Any] = {"skip": skip, "scale": scale, "calibration": batches or None}
+    return _rewrite(
+        src,
+        dst,
+        options,
+        plan=lambda model, examples: ns.plan_placement(model, to, examples, **wish),
+        change=lambda model, examples: ns.convert_placement(
+            model,
+            to,
+            examples,
+            native=native,
+            verify=options.verify,
+            strict=options.strict,
+            **wish,
+        ),
+        nothing="no norm was moved",
     )
 
 

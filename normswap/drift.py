@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +57,41 @@ def _keeper(name: str, seen: dict[str, tuple[Tensor, Tensor]]) -> Any:
             seen[name] = args[0].detach().to(torch.float64), output.detach().to(torch.float64)
 
     return keep
+
+
+def branch_drift(
+    original: nn.Module, changed: nn.Module, pairs: Sequence[tuple[str, str, str]], inputs: Inputs
+) -> tuple[tuple[str, float], ...]:
+    """How far what each branch reads is from what it read, in true float64.
+
+    Args:
+        original: the model as it was.
+        changed: the model after a change.
+        pairs: a label, and the modules that make what the branch reads in both models.
+        inputs: what both are run on.
+
+    Returns:
+        By label, ``max|a - b| / max|a|``; what is not called or has another shape is left out.
+    """
+    before = _results(original, {old for _, old, _ in pairs}, inputs)
+    after = _results(changed, {new for _, _, new in pairs}, inputs)
+    rows: list[tuple[str, float]] = []
+    for label, old, new in pairs:
+        a, b = before.get(old), after.get(new)
+        if a is not None and b is not None and a.shape == b.shape:
+            rows.append((label, float((a - b).abs().max() / a.abs().max().clamp_min(1e-12))))
+    return tuple(rows)
+
+
+def _results(model: nn.Module, names: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
+    """What modules return in their first call."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    handles = [
+        model.get_submodule(name).register_forward_hook(_keeper(name, seen)) for name in names
+    ]
+    try:
+        attempt(model, inputs, true_float64())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: output for name, (_, output) in seen.items()}

@@ -11,7 +11,10 @@ from torch import nn
 from normswap.api import Example, carry_out, ready
 from normswap.boundaries import exit_of
 from normswap.calibration import measure_sizes
+from normswap.copying import copy_model
+from normswap.drift import branch_drift
 from normswap.errors import NormswapError, RefusedError
+from normswap.forms import unwrap
 from normswap.inputs import Inputs, resolve_inputs
 from normswap.maps import Blocked
 from normswap.plan import Plan
@@ -77,6 +80,7 @@ def convert_placement(
     scale: str | None = None,
     calibration: Iterable[Example] | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
+    native: bool = True,
     inplace: bool = False,
     verify: bool = True,
     strict: bool = False,
@@ -99,6 +103,10 @@ def convert_placement(
         calibration: batches, each as ``example_inputs``: for calibrated constants, for DeepNorm's,
             and for the scales of sandwich norms.
         evaluate: a metric of a model, measured before and after for the report.
+        native: where transformers or torch has a class or a flag for the other placement and the
+            conversion is the rotation alone (``"pre"`` with the clean skip, ``"post"`` with scale
+            ``"none"``): return a plain model of that class, which loads without normswap. It is
+            a new model, so not with ``inplace``.
         inplace: change ``model`` itself; a failure restores it.
         verify: run both models and compare; what is exact and differs is rolled back and raises.
         strict: a stack that cannot be converted is an error.
@@ -117,13 +125,23 @@ def convert_placement(
     inner, inputs = ready(model, example_inputs, example_kwargs, None)
     before = None if evaluate is None else float(evaluate(model))
     decided = _decide(inner, inputs, wish, calibration)
+    original = copy_model(inner) if inplace else inner
     new, report = carry_out(
         decided.plan, model, inputs, inplace=inplace, check=verify, strict=strict
     )
-    placement = replace(decided.placement)
+    placement = decided.placement
+    if verify and any(site.status == "approximate" for site in report.sites):
+        pairs = _read_by_branches(placement.before, placement.after)
+        drift = branch_drift(original, unwrap(new), pairs, inputs)
+        placement = replace(placement, layer_drift=drift)
     if evaluate is not None and before is not None:
         placement = replace(placement, evaluation=(before, float(evaluate(new))))
     return new, replace(report, placement=placement)
+
+
+_WANTING = (
+    "constants of a pre-norm model's sublayers are measured: pass calibration=, a list of batches"
+)
 
 
 @dataclass(frozen=True)
@@ -149,11 +167,8 @@ def _wish(to: str, skip: str, scale: str | None, calibration: Iterable[Example] 
     ):
         if value not in known:
             raise NormswapError(f"{name}={value!r} is not known: it is one of {', '.join(known)}")
-    wanting = to == "deepnorm" or (to == "post" and scale == "calibrated")
-    if wanting and calibration is None:
-        raise NormswapError(
-            f"to={to!r} with constants that are measured: pass calibration=, a list of batches"
-        )
+    if to == "post" and scale == "calibrated" and calibration is None:
+        raise NormswapError(_WANTING)
     return Wish(to, skip, scale)
 
 
@@ -167,6 +182,9 @@ def _decide(
     """
     reading = read_structure(model, inputs)
     constants = None
+    forms = {stack.form for stack in reading.structure.stacks}
+    if wish.to == "deepnorm" and calibration is None and forms & {"pre", "parallel"}:
+        raise NormswapError(_WANTING)
     if calibration is not None:
         constants = _constants(model, reading, calibration)
     placed = _plan_placement(model, reading, wish, constants)
@@ -175,6 +193,18 @@ def _decide(
     after = ResidualStructure(tuple(placed.stacks))
     skip = wish.skip if wish.to == "pre" else wish.scale
     return _Decided(placed.plan, Placement(reading.structure, after, skip))
+
+
+def _read_by_branches(
+    before: ResidualStructure, after: ResidualStructure
+) -> list[tuple[str, str, str]]:
+    """For each sublayer and the end: a label, and the norms that make what is read there."""
+    pairs: list[tuple[str, str, str]] = []
+    for old, new in zip(before.stacks, after.stacks, strict=True):
+        names = [f"{s.name} ({s.kind})" for s in old.sublayers] + [f"{old.name} (end)"]
+        norms = zip(names, old.norms_read(), new.norms_read(), strict=True)
+        pairs += [(name, a, b) for name, a, b in norms if a is not None and b is not None]
+    return pairs
 
 
 def _refuse(reading: Reading, plan: Plan, wish: Wish) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from normswap.copying import copy_model
 from normswap.errors import NormswapError
-from normswap.module_tree import Undo, replace_module, switch_fast_path_off
+from normswap.module_tree import Undo, replace_module, set_attribute, switch_fast_path_off
 from normswap.plan import ModuleEdit
 from normswap.stream_hooks import (
     NormArguments,
@@ -17,6 +17,7 @@ from normswap.stream_hooks import (
     NormOutput,
     OntoStream,
     OwnSize,
+    ScaledSkip,
     SecondStream,
     StreamState,
     UnitStream,
@@ -36,12 +37,12 @@ def _move_norm(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     """A norm onto arguments of other modules, as their child; an identity takes its place."""
     norm = model.get_submodule(edit.module)
     for name in edit.params["names"]:
-        switch_fast_path_off(model, name.rpartition(".")[0], undo)
+        _no_fast_path(model, name, undo)
     replace_module(model, edit.params["names"], nn.Identity(), undo)
     norm.train(model.training)
     for path, child, arguments in edit.params["to"]:
         module = model.get_submodule(path)
-        switch_fast_path_off(model, path.rpartition(".")[0], undo)
+        _no_fast_path(model, path, undo)
         _adopt(module, child, norm, undo)
         hook = NormArguments(child, arguments)
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -74,6 +75,13 @@ def _drop_pre_hook(module: nn.Module, number: int, undo: Undo) -> None:
     undo.append(restore)
 
 
+def _no_fast_path(model: nn.Module, path: str, undo: Undo) -> None:
+    """What runs past the modules of a layer would run past a hook inside it."""
+    parts = path.split(".")
+    for count in range(len(parts)):
+        switch_fast_path_off(model, ".".join(parts[:count]), undo)
+
+
 def _adopt(module: nn.Module, child: str, norm: nn.Module, undo: Undo) -> None:
     if hasattr(module, child):
         raise AttributeError(f"it has an attribute {child!r} already")
@@ -88,6 +96,7 @@ def _adopt(module: nn.Module, child: str, norm: nn.Module, undo: Undo) -> None:
 def _add_norm(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     """A new norm on what a module returns, built like another norm of the model."""
     module = model.get_submodule(edit.module)
+    _no_fast_path(model, edit.module, undo)
     child = edit.params["child"]
     _adopt(module, child, copy_model(model.get_submodule(edit.params["like"])), undo)
     undo.append(module.register_forward_hook(NormOutput(child)).remove)
@@ -101,9 +110,12 @@ def _unit_stream(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     for index, sublayer in enumerate(sublayers):
         for number, path in enumerate(sublayer["norms"]):
             norm = model.get_submodule(path)
-            switch_fast_path_off(model, path.rpartition(".")[0], undo)
-            if mode == "rotated":
-                undo.append(norm.register_forward_hook(NormedSkip(state, index)).remove)
+            _no_fast_path(model, path, undo)
+            if mode in ("rotated", "deepened"):
+                noting = NormedSkip(state, index)
+                if mode == "deepened":
+                    noting = ScaledSkip(state, index, sublayer["constant"])
+                undo.append(norm.register_forward_hook(noting).remove)
                 continue
             hook = UnitStream(
                 state,
@@ -117,6 +129,7 @@ def _unit_stream(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
             )
             undo.append(norm.register_forward_pre_hook(hook).remove)
         for number, (path, factor) in enumerate(sublayer["exits"]):
+            _no_fast_path(model, path, undo)
             hook = OntoStream(state, index, factor, leads=number == 0)
             undo.append(model.get_submodule(path).register_forward_hook(hook).remove)
     for path in edit.params["final"] if mode == "unit" else ():
@@ -132,9 +145,16 @@ def _second_stream(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     last = model.get_submodule(paths[-1])
     _adopt(last, child, copy_model(last), undo)
     for index, path in enumerate(paths):
-        switch_fast_path_off(model, path.rpartition(".")[0], undo)
+        _no_fast_path(model, path, undo)
         hook = SecondStream(state, index, child if index == len(paths) - 1 else None)
         undo.append(model.get_submodule(path).register_forward_hook(hook).remove)
+
+
+def _set_eps(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
+    """Another eps for a norm, which its class reads from an attribute."""
+    norm = model.get_submodule(edit.module)
+    _no_fast_path(model, edit.module, undo)
+    set_attribute(norm, edit.params["attribute"], edit.params["value"], undo)
 
 
 STREAM_EDITS: dict[str, Callable[[nn.Module, ModuleEdit, Undo], None]] = {
@@ -143,5 +163,6 @@ STREAM_EDITS: dict[str, Callable[[nn.Module, ModuleEdit, Undo], None]] = {
     "add_norm": _add_norm,
     "unit_stream": _unit_stream,
     "second_stream": _second_stream,
+    "set_eps": _set_eps,
 }
 """Every kind of edit here."""

@@ -159,6 +159,20 @@ class NormedSkip(PartOfModel):
         self.state.slots[self.index] = _Slot(output - args[0], 1.0)
 
 
+class ScaledSkip(PartOfModel):
+    """A forward hook on what makes the stream ``x`` of a sublayer: its skip gets ``alpha * x``.
+
+    Its branch is multiplied by ``alpha`` too, so that the next norm sees ``alpha * (x + f)``.
+    """
+
+    def __init__(self, state: StreamState, index: int, alpha: float) -> None:
+        self.state, self.index, self.alpha = state, index, alpha
+
+    def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> None:
+        """Note what the skip lacks."""
+        self.state.slots[self.index] = _Slot((self.alpha - 1.0) * output, 1.0 / self.alpha)
+
+
 class OntoStream(PartOfModel):
     """A forward hook on what a branch ends in: ``f`` becomes ``f / s + (z - y)``.
 

@@ -63,6 +63,14 @@ class Stack:
     embedding_norms: tuple[str, ...] = ()
     final_norms: tuple[str, ...] = ()
 
+    def norms_read(self) -> list[str | None]:
+        """The norm that makes what each sublayer's branch reads, and what is read at the end."""
+        before = [self.embedding_norms, *(s.stream_norms for s in self.sublayers)]
+        inputs = [*(s.input_norms for s in self.sublayers), ()]
+        found = [a[-1:] or b[-1:] for a, b in zip(inputs, before, strict=True)]
+        found[-1] = self.final_norms[-1:] or found[-1]
+        return [names[0] if names else None for names in found]
+
 
 @dataclass(frozen=True)
 class ResidualStructure:

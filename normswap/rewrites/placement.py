@@ -16,8 +16,9 @@ token, eps included, that is exact; with one constant a sublayer it is not (``"c
 rotation of a post-norm model, another function for a trained pre-norm one.
 
 *Sandwich* adds a norm behind each branch, ``u + Q_k(f_k(P_k(u)))``. *DeepNorm* is
-``n(a_k z_k + f_k)``, the calibrated post-norm with ``a_k = s_k``. *ResiDual* adds to a post-norm
-stack ``N_d(E + Σ f_k)``; with ``N_d`` zero it is the same function.
+``n(a_k z_k + f_k)``, the calibrated post-norm with ``a_k = s_k``; of a post-norm stack it is
+``N(a x + a f(x))`` with ``a² eps``, the same function, ``a`` by depth (Wang et al. 2022).
+*ResiDual* adds ``N_d(E + Σ f_k)`` to a post-norm stack; with ``N_d`` zero it is the same function.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from normswap.boundaries import (
     value_readers,
 )
 from normswap.find import GraphSite
+from normswap.init import deepnorm_scales
 from normswap.maps import Blocked
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.program import Edit
@@ -148,6 +150,7 @@ class _Conversion:
             ("parallel", "post"): self._unit_stream,
             ("pre", "deepnorm"): self._unit_stream,
             ("parallel", "deepnorm"): self._unit_stream,
+            ("post", "deepnorm"): self._deepen,
             ("post", "residual-dual"): self._second_stream,
         }.get((form, to))
         if way is None:
@@ -195,7 +198,8 @@ class _Conversion:
 
     def _status(self) -> str:
         carried = self.wish.to == "post" and self.wish.scale == "carried"
-        exact = self._keeps_function() or carried or self.wish.to == "residual-dual"
+        deepened = self.wish.to == "deepnorm" and self.stack.form == "post"
+        exact = self._keeps_function() or carried or deepened or self.wish.to == "residual-dual"
         return "exact" if exact else "approximate"
 
     def _answer(self, site: GraphSite, action: str, status: str | None = None) -> None:
@@ -499,6 +503,63 @@ class _Conversion:
             raise Blocked("op", f"{norm.site.name!r} is no plain norm over the last axes")
         if not is_read_as_it_is(norm.instances[0].x, residual.fork):
             raise Blocked("op", f"{norm.site.name!r} reads the stream rearranged")
+
+    # -- post to DeepNorm -----------------------------------------------------------------------
+
+    def _deepen(self) -> Stack:
+        """Skip and branch times a constant by depth, and eps times its square."""
+        alpha = self._alpha()
+        rows: list[dict[str, object]] = []
+        sublayers = list(self.stack.sublayers)
+        for index, residual in enumerate(self.chain.residuals):
+            before = self._in_front(index)
+            if before is None:
+                self.notes.append(
+                    f"{self._where()} has no norm on its embeddings, where the first skip could "
+                    "be scaled: its first sublayer stays as it is"
+                )
+                rows.append({"norms": [], "exits": []})
+                continue
+            where = [exit_of(self.reading.capture, residual, b) for b in residual.branches]
+            exits = [[e.module, e.factor] for e in where]
+            rows.append({"norms": [before.path], "exits": exits, "constant": alpha})
+            for e in where:
+                row = MappingRow(f"{e.module} (result)", (), "scale", "exact", alpha)
+                self.mapping.append(row)
+            for norm in residual.stream_norms:
+                self._scale_eps(norm, alpha)
+            sublayers[index] = replace(sublayers[index], form="deepnorm", skip_scale=alpha)
+        params = {"mode": "deepened", "sublayers": rows, "final": []}
+        self.module_edits.append(ModuleEdit("unit_stream", self.stack.name, params))
+        form = "deepnorm" if len({s.form for s in sublayers}) == 1 else "mixed"
+        return replace(self.stack, form=form, sublayers=tuple(sublayers))
+
+    def _alpha(self) -> float:
+        """DeepNorm's weight of the stream for the depth of this stack."""
+
+        def layers(stack: Stack) -> int:
+            return sum(s.kind == "attention" for s in stack.sublayers)
+
+        stacks = self.reading.structure.stacks
+        decoders = [s for s in stacks if any(r.kind == "cross-attention" for r in s.sublayers)]
+        encoders = [s for s in stacks if s not in decoders]
+        if not decoders:
+            alone, _ = deepnorm_scales(encoder_layers=max(layers(self.stack), 1))
+            assert alone is not None
+            return alone.alpha
+        pair = deepnorm_scales(max(map(layers, encoders), default=0), max(map(layers, decoders)))
+        chosen = pair[1] if self.stack in decoders or pair[0] is None else pair[0]
+        assert chosen is not None
+        return chosen.alpha
+
+    def _scale_eps(self, norm: GraphSite, alpha: float) -> None:
+        _require_one_evaluation(norm)
+        eps, module = _spec(norm).eps, norm.site.module
+        held = [n for n, v in vars(module).items() if isinstance(v, float) and v == eps]
+        if len(held) != 1:
+            raise Blocked("op", f"{norm.site.name!r} has no attribute that holds its eps")
+        params = {"attribute": held[0], "value": eps * alpha**2}
+        self.module_edits.append(ModuleEdit("set_eps", str(norm.path), params))
 
     # -- ResiDual -------------------------------------------------------------------------------
 
