@@ -46,12 +46,13 @@ class SiteOutcome:
 
 @dataclass(frozen=True)
 class MappingRow:
-    """Where one tensor of the result comes from."""
+    """Where one tensor of the result comes from; ``constant``: a number measured for it."""
 
     target: str
     sources: tuple[str, ...]
     op: str
     status: str
+    constant: float | None = None
 
 
 @dataclass(frozen=True)
