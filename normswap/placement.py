@@ -17,11 +17,12 @@ from normswap.errors import NormswapError, RefusedError
 from normswap.forms import unwrap
 from normswap.inputs import Inputs, resolve_inputs
 from normswap.maps import Blocked
+from normswap.placement_report import Placement
 from normswap.plan import Plan
 from normswap.report import Report
 from normswap.rewrites.placement import SCALES, SKIPS, TARGETS, Wish
 from normswap.rewrites.placement import plan_placement as _plan_placement
-from normswap.structure import Placement, Reading, ResidualStructure, read_structure
+from normswap.structure import Reading, ResidualStructure, read_structure
 
 __all__ = ["convert_placement", "plan_placement", "residual_structure"]
 
@@ -191,8 +192,9 @@ def _decide(
     if not placed.plan.changed:
         _refuse(reading, placed.plan, wish)
     after = ResidualStructure(tuple(placed.stacks))
-    skip = wish.skip if wish.to == "pre" else wish.scale
-    return _Decided(placed.plan, Placement(reading.structure, after, skip))
+    skip = wish.skip if wish.to == "pre" else ""
+    shown = Placement(reading.structure, after, skip, target=wish.to)
+    return _Decided(placed.plan, shown)
 
 
 def _read_by_branches(

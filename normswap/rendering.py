@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Document", "Section", "Table", "to_html", "to_html_page", "to_markdown", "to_text"]
+__all__ = [
+    "Document",
+    "Section",
+    "Table",
+    "short_number",
+    "to_html",
+    "to_html_page",
+    "to_markdown",
+    "to_text",
+]
 
 
 @dataclass(frozen=True)
@@ -17,14 +27,23 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def without_empty(self) -> Table | None:
+        """Without columns that are empty in every row; ``None`` without rows."""
+        if not self.rows:
+            return None
+        used = [i for i in range(len(self.header)) if any(row[i] for row in self.rows)]
+        rows = tuple(tuple(row[i] for i in used) for row in self.rows)
+        return Table(tuple(self.header[i] for i in used), rows)
+
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with a table or paragraphs below it."""
+    """A heading with a table or paragraphs below it; ``drawing``: SVG that only HTML shows."""
 
     title: str
     table: Table | None = None
     paragraphs: tuple[str, ...] = ()
+    drawing: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,14 @@ class Document:
     summary: tuple[str, ...]
     good: bool | None
     sections: tuple[Section, ...]
+
+
+def short_number(value: float) -> str:
+    """``3.1e-7``; a plain number where that is as short."""
+    if value == 0 or math.isinf(value) or math.isnan(value):
+        return f"{value:g}"
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if abs(int(exponent)) > 1 else f"{value:.2g}"
 
 
 _NUMERIC = re.compile(r"[-+]?(\d+(\.\d+)?(e[-+]?\d+)?|inf|nan)?")
@@ -129,7 +156,7 @@ def _pieces(word: str, width: int) -> list[str]:
 
 # -- Markdown -------------------------------------------------------------------------------------
 
-_CODE_COLUMNS = {"norm", "tensor", "made from", "inputs"}
+_CODE_COLUMNS = {"norm", "sublayer", "tensor", "made from", "inputs"}
 
 
 def to_markdown(document: Document) -> str:
@@ -177,6 +204,8 @@ _STYLE = """
 .normswap th, .normswap td { text-align: left; padding: .2em .9em .2em 0; vertical-align: top;
   border-bottom: 1px solid rgba(128, 128, 128, .35); background: none; }
 .normswap .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.normswap figure { margin: .6em 0 0; }
+.normswap svg { max-width: 100%; height: auto; }
 .normswap code { font: .92em ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
@@ -197,6 +226,8 @@ def to_html(document: Document) -> str:
         if section.paragraphs:
             items = "".join(f"<li>{html.escape(text)}</li>" for text in section.paragraphs)
             parts.append(f"<ul>{items}</ul>")
+        if section.drawing:
+            parts.append(f"<figure>{section.drawing}</figure>")
     return "\n".join([*parts, "</div>"])
 
 

@@ -12,13 +12,14 @@ from typing import Any, cast
 
 from torch import nn
 
-from normswap import rendering
+from normswap import placement_report, rendering
 from normswap.collapse import collapse_names
 from normswap.cost import Cost
 from normswap.errors import NormswapError
+from normswap.placement_report import Placement
 from normswap.plan import MappingRow, Plan, SiteOutcome
-from normswap.rendering import Document, Section, Table
-from normswap.structure import Placement
+from normswap.rendering import Document, Section, Table, short_number
+from normswap.structure import ResidualStructure, Stack, Sublayer
 from normswap.verification import Run, Verification
 
 __all__ = ["Report", "collapse_names"]
@@ -55,6 +56,7 @@ class Report:
         notes: anything else to know.
         plan: the plan, to be applied again.
         cost: parameters, operations and time before and after; ``None`` if not measured.
+        placement: where norms stood before and after; ``None`` unless they were moved.
     """
 
     rewrite: str
@@ -93,6 +95,7 @@ class Report:
             "verification": _jsonable(asdict(self.verification)) if self.verification else None,
             "notes": list(self.notes),
             "cost": asdict(self.cost) if self.cost else None,
+            "placement": _jsonable(asdict(self.placement)) if self.placement else None,
             "plan": plan,
         }
 
@@ -124,6 +127,7 @@ class Report:
                 notes=tuple(data["notes"]),
                 plan=Plan.from_json(json.dumps(plan)) if plan is not None else None,
                 cost=_built(Cost, cost) if cost is not None else None,
+                placement=_placement(data.get("placement")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NormswapError(f"not a normswap report: {error!r}") from error
@@ -180,15 +184,20 @@ class Report:
 
     def _parts(self) -> tuple[str, ...]:
         done, refused = self._what_was_done(), self._what_was_refused()
-        return tuple(part for part in (*done, refused, _check(self.verification)) if part)
+        moved = self.placement.change if self.placement is not None else ""
+        return tuple(part for part in (moved, *done, refused, _check(self.verification)) if part)
 
     def _what_was_done(self) -> tuple[str, str]:
         done = [site for site in self.sites if site.status != "refused"]
         noun = _noun(self.sites)
         if not self.sites:
             return "no norms found", ""
-        verb = _VERBS.get(self.rewrite, "changed")
-        counted = f"{len(done)} of {len(self.sites)} {noun}{'s' * (len(self.sites) != 1)} {verb}"
+        nouns = f"{noun}{'s' * (len(self.sites) != 1)}"
+        counted = f"{len(done)} of {len(self.sites)} {nouns} {_VERBS.get(self.rewrite, 'changed')}"
+        if self.placement is not None and done:
+            actions = Counter(site.action.partition(" ")[0] for site in done)
+            listed = ", ".join(f"{count} {action}" for action, count in actions.items())
+            counted = f"{len(self.sites)} {nouns}: {listed}"
         statuses = Counter(site.status for site in done)
         if len(statuses) == 1:
             return counted, next(iter(statuses))
@@ -206,10 +215,17 @@ class Report:
 
     def _document(self, *, short: bool) -> Document:
         sections = [self._changed(), self._refused(), _runs(self.verification, only_odd=short)]
+        if self.placement is not None:
+            sections.insert(0, placement_report.structure(self.placement))
+            sections.append(placement_report.drift(self.placement, short=short))
+            sections.append(placement_report.evaluation(self.placement))
         sections.append(_costs(self.cost))
         if not short:
             sections.append(self._weights())
         sections.append(Section("Notes", paragraphs=self.notes))
+        done = {site.status for site in self.sites} - {"refused"}
+        if self.placement is not None and done:
+            sections.append(placement_report.advice(self.placement, exact=done == {"exact"}))
         return Document(
             title=f"{self.rewrite}: {self.model}",
             summary=self._parts(),
@@ -223,7 +239,7 @@ class Report:
         for item in collapse_names([(s.name, s.action, s.status) for s in done]):
             name, action, status = item.columns
             errors = [e for index in item.rows if (e := done[index].error) is not None]
-            worst = _number(max(errors)) if errors else ""
+            worst = short_number(max(errors)) if errors else ""
             rows.append((name, str(item.count), action, status, worst))
         return Section("Changed", _table(("norm", "n", "action", "status", "error"), rows))
 
@@ -236,13 +252,17 @@ class Report:
         return Section("Refused", _table(("norm", "n", "reason", "detail"), rows))
 
     def _weights(self) -> Section:
-        rows = [
-            item.columns
-            for item in collapse_names(
-                [(row.target, row.op, ", ".join(row.sources), row.status) for row in self.mapping]
-            )
-        ]
-        return Section("Weights", _table(("tensor", "operation", "made from", "status"), rows))
+        # Only rows with the same constant: collapsed rows would not show whose it is.
+        alike: dict[float | None, list[MappingRow]] = {}
+        for row in self.mapping:
+            alike.setdefault(row.constant, []).append(row)
+        rows: list[tuple[str, ...]] = []
+        for constant, group in alike.items():
+            shown = f"{constant:.6g}" if constant is not None else ""
+            texts = [(row.target, row.op, ", ".join(row.sources), row.status) for row in group]
+            rows += [(*item.columns[:3], shown, item.columns[3]) for item in collapse_names(texts)]
+        header = ("tensor", "operation", "made from", "constant", "status")
+        return Section("Weights", _table(header, rows))
 
 
 def _noun(sites: tuple[SiteOutcome, ...]) -> str:
@@ -252,10 +272,7 @@ def _noun(sites: tuple[SiteOutcome, ...]) -> str:
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table | None:
     """A table without the columns that are empty in every row."""
-    if not rows:
-        return None
-    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    return Table(tuple(header[i] for i in used), tuple(tuple(row[i] for i in used) for row in rows))
+    return Table(header, tuple(rows)).without_empty()
 
 
 def _check(check: Verification | None) -> str:
@@ -272,15 +289,23 @@ def _check(check: Verification | None) -> str:
     worst: dict[str, float] = {}
     for run in done:
         worst[run.dtype] = max(worst.get(run.dtype, 0.0), run.max_rel)
-    numbers = ", ".join(f"{dtype} {_number(error)}" for dtype, error in worst.items())
+    numbers = ", ".join(f"{dtype} {short_number(error)}" for dtype, error in worst.items())
     if check.level == "site" and math.isinf(check.tolerance):
-        return f"each site checked alone: up to {numbers or _number(check.max_rel)}"
+        return f"each site checked alone: up to {numbers or short_number(check.max_rel)}"
     if check.level == "site":
-        return f"verified site by site: {numbers or _number(check.max_rel)}"
+        return f"verified site by site: {numbers or short_number(check.max_rel)}"
     count = len({run.inputs for run in done})
     if math.isinf(check.tolerance):
         return f"outputs differ on {count} input shape{'s' * (count != 1)}: {numbers}"
     return f"verified on {count} input shape{'s' * (count != 1)}: {numbers}"
+
+
+def _short_verdict(run: Run) -> str:
+    if run.skipped:
+        return "skipped"
+    if not run.passed:
+        return "DIFFERS"
+    return "measured" if math.isinf(run.tolerance) and run.max_rel else "equal"
 
 
 def _verdict(run: Run) -> str:
@@ -290,7 +315,7 @@ def _verdict(run: Run) -> str:
         return "equal" + (f"; {run.detail}" if run.detail else "")
     if math.isinf(run.max_rel):
         return f"{run.dtype} on {run.inputs}: {run.detail}"
-    numbers = f"{_number(run.max_rel)}, tolerance {_number(run.tolerance)}"
+    numbers = f"{short_number(run.max_rel)}, tolerance {short_number(run.tolerance)}"
     return f"{run.dtype} on {run.inputs}: {run.detail} by {numbers}"
 
 
@@ -302,9 +327,9 @@ def _runs(check: Verification | None, *, only_odd: bool) -> Section:
         (
             run.inputs,
             run.dtype,
-            _number(run.max_rel) if math.isfinite(run.max_rel) else "",
-            _number(run.tolerance) if run.tolerance else "",
-            "skipped" if run.skipped else "equal" if run.passed else "DIFFERS",
+            short_number(run.max_rel) if math.isfinite(run.max_rel) else "",
+            short_number(run.tolerance) if run.tolerance and math.isfinite(run.tolerance) else "",
+            _short_verdict(run),
             run.skipped or run.detail,
         )
         for run in runs
@@ -328,14 +353,6 @@ def _costs(cost: Cost | None) -> Section:
         for what, (a, b), form in pairs
     ]
     return Section("Cost", _table(("one call", "before", "after", "ratio"), rows))
-
-
-def _number(value: float) -> str:
-    """``3.1e-7``; a plain number where that is as short."""
-    if value == 0 or math.isinf(value) or math.isnan(value):
-        return f"{value:g}"
-    digits, _, exponent = f"{value:.1e}".partition("e")
-    return f"{digits}e{int(exponent)}" if abs(int(exponent)) > 1 else f"{value:.2g}"
 
 
 # -- reading JSON ---------------------------------------------------------------------------------
@@ -370,3 +387,26 @@ def _verification(data: Mapping[str, Any] | None) -> Verification | None:
     runs = tuple(_built(Run, run) for run in data["runs"])
     errors = {name: float(error) for name, error in data["site_errors"].items()}
     return _built(Verification, {**data, "runs": runs, "site_errors": errors})
+
+
+def _placement(data: Mapping[str, Any] | None) -> Placement | None:
+    if data is None:
+        return None
+    measured = data["evaluation"]
+    return Placement(
+        _structure(data["before"]),
+        _structure(data["after"]),
+        data["skip"],
+        tuple((name, float(value)) for name, value in data["layer_drift"]),
+        (float(measured[0]), float(measured[1])) if measured is not None else None,
+        data["target"],
+    )
+
+
+def _structure(data: Mapping[str, Any]) -> ResidualStructure:
+    return ResidualStructure(
+        tuple(
+            _built(Stack, {**stack, "sublayers": [_built(Sublayer, s) for s in stack["sublayers"]]})
+            for stack in data["stacks"]
+        )
+    )

@@ -93,25 +93,6 @@ class ResidualStructure:
         return Document("Residual structure", summary, None, sections)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """What a conversion of placement did to a model, for its report.
-
-    Attributes:
-        before: the structure of the original.
-        after: of the result.
-        skip: what the skip reads, or how the scale is kept.
-        layer_drift: by sublayer, the relative difference of what its branch adds.
-        evaluation: the caller's metric before and after.
-    """
-
-    before: ResidualStructure
-    after: ResidualStructure
-    skip: str
-    layer_drift: tuple[tuple[str, float], ...] = ()
-    evaluation: tuple[float, float] | None = None
-
-
 def _section(stack: Stack) -> Section:
     """One row a sublayer, repeated layers collapsed; in front and behind what stands there."""
     rows = [

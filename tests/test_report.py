@@ -233,6 +233,28 @@ def test_the_error_of_a_collapsed_row_is_its_largest() -> None:
     ).to_text(80)
 
 
+def test_constants_are_a_column_of_their_own_where_there_are_any() -> None:
+    rows = tuple(
+        MappingRow(f"layer.{n}.weight", (f"layer.{n}.weight",), "scale", "exact", constant)
+        for n, constant in enumerate((None, 1.5, 1.5, 2.25, None))
+    )
+    text = resnet_report(mapping=rows).to_markdown()
+    assert text.split("## Weights\n\n")[1].splitlines() == [
+        "| tensor | operation | made from | constant | status |",
+        "| --- | --- | --- | ---: | --- |",
+        "| `layer.{0,4}.weight` | scale | `layer.{0,4}.weight` |  | exact |",
+        "| `layer.{1,2}.weight` | scale | `layer.{1,2}.weight` | 1.5 | exact |",
+        "| `layer.3.weight` | scale | `layer.3.weight` | 2.25 | exact |",
+    ]
+    assert "constant" not in resnet_report().to_markdown()
+
+
+def test_runs_without_a_tolerance_are_measured_and_not_called_equal() -> None:
+    run = Run("1x16", "float64", 0.9, 0.83, math.inf, True)
+    text = resnet_report(verification=replace(PASSED, runs=(run,))).to_markdown()
+    assert "| `1x16` | float64 | 0.83 | measured |" in text
+
+
 # -- Markdown and HTML ----------------------------------------------------------------------------
 
 
@@ -345,7 +367,12 @@ reports = st.builds(
     st.lists(sites, max_size=6).map(tuple),
     st.lists(
         st.builds(
-            MappingRow, names, st.lists(names, max_size=2).map(tuple), st.text(), st.just("exact")
+            MappingRow,
+            names,
+            st.lists(names, max_size=2).map(tuple),
+            st.text(),
+            st.just("exact"),
+            st.none() | floats,
         ),
         max_size=3,
     ).map(tuple),
@@ -353,6 +380,15 @@ reports = st.builds(
     st.lists(st.text(), max_size=2).map(tuple),
     st.none() | st.just(PLAN),
 )
+
+
+def test_plans_from_before_constants_are_read() -> None:
+    row = MappingRow("a", ("b",), "copy", "exact")
+    plan = replace(PLAN, mapping=[row, replace(row, constant=2.5)])
+    data = json.loads(plan.to_json())
+    assert Plan.from_json(json.dumps(data)) == plan
+    del data["mapping"][0]["constant"]
+    assert Plan.from_json(json.dumps(data)) == plan
 
 
 @given(report=reports)
