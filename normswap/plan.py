@@ -46,12 +46,16 @@ class SiteOutcome:
 
 @dataclass(frozen=True)
 class MappingRow:
-    """Where one tensor of the result comes from."""
+    """Where one tensor of the result comes from.
+
+    ``constant`` is what a new tensor is filled with.
+    """
 
     target: str
     sources: tuple[str, ...]
     op: str
     status: str
+    constant: float | None = None
 
 
 @dataclass(frozen=True)
