@@ -524,7 +524,8 @@ def _rewrite(
         if error.report is not None:
             _print_report(error.report, options.as_json)
         raise
-    if report.plan is None or not report.plan.changed:
+    plain = report.plan is None and report.placement is not None  # its class is the result
+    if not plain and (report.plan is None or not report.plan.changed):
         _print_report(report, options.as_json)
         typer.echo(f"error: {src}: {nothing}; nothing is written", err=True)
         return FAILED

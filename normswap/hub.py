@@ -30,6 +30,7 @@ from normswap.checkpoint import (
 )
 from normswap.errors import CheckpointError, NormswapError, VerificationError
 from normswap.manifest import MANIFEST_NAME, Manifest, read_plan
+from normswap.plain import save_plain
 from normswap.plan import Plan, fingerprint
 from normswap.tensorstore import (
     TensorInfo,
@@ -168,6 +169,9 @@ def save(
             infinity.
         NormswapError: the report holds no plan or belongs to another model.
     """
+    if report.plan is None and report.placement is not None:
+        _save_plain(model, directory, report, overwrite, max_shard_size, complete)
+        return
     if report.plan is None:
         raise NormswapError("the report holds no plan, so the directory could not be loaded again")
     inner = _unwrap(model)
@@ -194,6 +198,33 @@ def save(
         (stage / "README.md").write_text(_card(report, manifest, source), encoding="utf-8")
         if complete is not None:
             complete(stage)
+
+
+def _save_plain(
+    model: nn.Module,
+    directory: str | Path,
+    report: Report,
+    overwrite: bool,
+    max_shard_size: int | str,
+    complete: Callable[[Path], None] | None,
+) -> None:
+    """A model whose class is the result; its tokenizer and licence files come along."""
+    source = _source_directory(model, getattr(model, _ORIGIN, None))
+
+    def carry(stage: Path) -> None:
+        if source is not None:
+            carry_files(source, stage)
+        if complete is not None:
+            complete(stage)
+
+    save_plain(
+        model,
+        directory,
+        report,
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        complete=carry,
+    )
 
 
 def save_with_exports(

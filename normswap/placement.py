@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +19,13 @@ from normswap.forms import unwrap
 from normswap.inputs import Inputs, resolve_inputs
 from normswap.maps import Blocked
 from normswap.placement_report import Placement
-from normswap.plan import Plan
+from normswap.plan import Plan, SiteOutcome
 from normswap.report import Report
+from normswap.rewrites.native_placement import native_placement
 from normswap.rewrites.placement import SCALES, SKIPS, TARGETS, Wish
 from normswap.rewrites.placement import plan_placement as _plan_placement
 from normswap.structure import Reading, ResidualStructure, read_structure
+from normswap.verification import verify as compare
 
 __all__ = ["convert_placement", "plan_placement", "residual_structure"]
 
@@ -125,6 +128,10 @@ def convert_placement(
     wish = _wish(to, skip, scale, calibration)
     inner, inputs = ready(model, example_inputs, example_kwargs, None)
     before = None if evaluate is None else float(evaluate(model))
+    if native and not inplace and wish.is_rotation:
+        found = _native(inner, inputs, wish, check=verify)
+        if found is not None:
+            return _evaluated(*found, evaluate, before)
     decided = _decide(inner, inputs, wish, calibration)
     original = copy_model(inner) if inplace else inner
     new, report = carry_out(
@@ -135,9 +142,57 @@ def convert_placement(
         pairs = _read_by_branches(placement.before, placement.after)
         drift = branch_drift(original, unwrap(new), pairs, inputs)
         placement = replace(placement, layer_drift=drift)
-    if evaluate is not None and before is not None:
-        placement = replace(placement, evaluation=(before, float(evaluate(new))))
-    return new, replace(report, placement=placement)
+    return _evaluated(new, replace(report, placement=placement), evaluate, before)
+
+
+def _evaluated(
+    new: nn.Module,
+    report: Report,
+    evaluate: Callable[[nn.Module], float] | None,
+    before: float | None,
+) -> tuple[nn.Module, Report]:
+    """The report with the caller's metric, if there is one."""
+    if evaluate is None or before is None or report.placement is None:
+        return new, report
+    evaluation = (before, float(evaluate(new)))
+    return new, replace(report, placement=replace(report.placement, evaluation=evaluation))
+
+
+def _native(
+    model: nn.Module, inputs: Inputs, wish: Wish, *, check: bool
+) -> tuple[nn.Module, Report] | None:
+    """A plain model of the class or flag with the other placement, where there is one."""
+    reading = read_structure(model, inputs)
+    try:
+        result = native_placement(model, inputs, reading, wish.to)
+    except RefusedError:  # the class kept, norms can be moved all the same
+        return None
+    if result is None:
+        return None
+    after = read_structure(result.model, inputs).structure
+    placement = Placement(reading.structure, after, wish.skip if wish.to == "pre" else "")
+    verification = None
+    if check:
+        verification = compare(model, result.model, inputs, tolerance=math.inf)
+        pairs = _read_by_branches(reading.structure, after)
+        drift = branch_drift(model, result.model, pairs, inputs)
+        placement = replace(placement, layer_drift=drift)
+    name = type(result.model).__name__
+    words = "rotated" if name == type(model).__name__ else f"rotated, in a {name}"
+    sites = [
+        SiteOutcome(s.site.name, s.kind, words, "approximate", names=s.site.names)
+        for s in reading.sites
+    ]
+    report = Report(
+        "convert_placement",
+        type(model).__name__,
+        tuple(sites),
+        result.mapping,
+        verification,
+        (f"the result is a plain {name}: it loads without normswap", *result.notes),
+        placement=placement,
+    )
+    return result.model, report
 
 
 _WANTING = (

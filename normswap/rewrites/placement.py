@@ -66,6 +66,12 @@ class Wish:
     skip: str = "clean"
     scale: str = "carried"
 
+    @property
+    def is_rotation(self) -> bool:
+        """Whether norms change places and nothing else happens."""
+        clean = self.to == "pre" and self.skip == "clean"
+        return clean or (self.to == "post" and self.scale == "none")
+
 
 @dataclass
 class Placed:
