@@ -24,7 +24,7 @@ from digits_transformer import (
     DigitsTransformer,
     load_training_digits,
 )
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from normswap.demo import Digits, accuracy, load_heldout
@@ -99,7 +99,8 @@ def main() -> None:
         }
         target = out / directory.name
         target.mkdir(parents=True, exist_ok=True)
-        save_file(network.state_dict(), target / "model.safetensors", {"format": "pt"})
+        weights = save(network.state_dict(), {"format": "pt"})
+        (target / "model.safetensors").write_bytes(weights)
         (target / "training.json").write_text(json.dumps(record, indent=2) + "\n", "utf-8")
         print(json.dumps(record, indent=2))
 
