@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,17 +11,18 @@ from torch import nn
 
 from normswap.api import Example, carry_out, ready
 from normswap.boundaries import exit_of
-from normswap.calibration import measure_sizes
+from normswap.calibration import fit_identity, measure_ratios, measure_sizes
 from normswap.copying import copy_model
 from normswap.drift import branch_drift
 from normswap.errors import NormswapError, RefusedError
+from normswap.find import find_modules
 from normswap.forms import unwrap
 from normswap.inputs import Inputs, resolve_inputs
 from normswap.maps import Blocked
 from normswap.placement_report import Placement
-from normswap.plan import Plan, SiteOutcome
+from normswap.plan import Plan, SiteOutcome, fingerprint
 from normswap.report import Report
-from normswap.rewrites.native_placement import native_placement
+from normswap.rewrites.native_placement import NativeResult, native_placement
 from normswap.rewrites.placement import SCALES, SKIPS, TARGETS, Wish
 from normswap.rewrites.placement import plan_placement as _plan_placement
 from normswap.structure import Reading, ResidualStructure, read_structure
@@ -71,7 +72,7 @@ def plan_placement(
     """
     wish = _wish(to, skip, scale, calibration)
     model, inputs = ready(model, example_inputs, example_kwargs, None)
-    return _decide(model, inputs, wish, calibration).plan
+    return _decide(model, inputs, wish, _batches(model, calibration)).plan
 
 
 def convert_placement(
@@ -99,13 +100,14 @@ def convert_placement(
         example_inputs: a tensor, a tuple (positional) or a mapping (keywords); ``None``: built
             from what the model says of itself.
         example_kwargs: keywords in addition.
-        skip: post to pre: ``"clean"``, the skip reads the stream without a norm (not exact), or
-            ``"normalised"``, the same function written the other way round.
+        skip: post to pre: ``"clean"``, the skip reads the stream without a norm (not exact; with
+            ``calibration`` the branches are scaled to the size that the skip keeps, see
+            :mod:`normswap.rewrites.branch_scales`, which loses much less), or ``"normalised"``,
+            the same function written the other way round.
         scale: pre to post: ``"carried"``, exact, with the size of the stream handed along;
             ``"calibrated"``, one measured constant a sublayer; ``"none"``, the rotation alone.
             ``None``: calibrated where there are calibration batches, else carried.
-        calibration: batches, each as ``example_inputs``: for calibrated constants, for DeepNorm's,
-            and for the scales of sandwich norms.
+        calibration: batches, each as ``example_inputs``, on which constants are measured.
         evaluate: a metric of a model, measured before and after for the report.
         native: where transformers or torch has a class or a flag for the other placement and the
             conversion is the rotation alone (``"pre"`` with the clean skip, ``"post"`` with scale
@@ -127,12 +129,13 @@ def convert_placement(
     """
     wish = _wish(to, skip, scale, calibration)
     inner, inputs = ready(model, example_inputs, example_kwargs, None)
+    batches = _batches(inner, calibration)
     before = None if evaluate is None else float(evaluate(model))
     if native and not inplace and wish.is_rotation:
-        found = _native(inner, inputs, wish, check=verify)
+        found = _native(inner, inputs, wish, batches, check=verify)
         if found is not None:
             return _evaluated(*found, evaluate, before)
-    decided = _decide(inner, inputs, wish, calibration)
+    decided = _decide(inner, inputs, wish, batches)
     original = copy_model(inner) if inplace else inner
     new, report = carry_out(
         decided.plan, model, inputs, inplace=inplace, check=verify, strict=strict
@@ -159,12 +162,20 @@ def _evaluated(
 
 
 def _native(
-    model: nn.Module, inputs: Inputs, wish: Wish, *, check: bool
+    model: nn.Module,
+    inputs: Inputs,
+    wish: Wish,
+    batches: Sequence[Inputs] | None,
+    *,
+    check: bool,
 ) -> tuple[nn.Module, Report] | None:
     """A plain model of the class or flag with the other placement, where there is one."""
     reading = read_structure(model, inputs)
     try:
-        result = native_placement(model, inputs, reading, wish.to)
+        if batches is not None and wish.to == "pre":
+            result = _calibrated(model, inputs, reading, wish, batches)
+        else:
+            result = native_placement(model, inputs, reading, wish.to)
     except RefusedError:  # the class kept, norms can be moved all the same
         return None
     if result is None:
@@ -208,6 +219,51 @@ class _Decided:
     placement: Placement
 
 
+def _calibrated(
+    model: nn.Module, inputs: Inputs, reading: Reading, wish: Wish, batches: Sequence[Inputs]
+) -> NativeResult | None:
+    """The native form of the model with scaled branches; norms that it forces are fitted.
+
+    Raises:
+        RefusedError: no stack can be scaled, or it has no native form.
+    """
+    ratios = _ratios(model, reading, batches)
+    scaled = Plan("convert_placement", fingerprint(model))
+    planned = _plan_placement(model, reading, wish, None, ratios).plan
+    weights = {row.target: row for row in planned.mapping if row.op == "calibrated"}
+    scaled.edits = [e for e in planned.edits if e.target in weights or e.target.startswith("%")]
+    copied = scaled.apply(model)
+    result = native_placement(copied, inputs, read_structure(copied, inputs), wish.to)
+    if result is None:
+        return None
+    fitted = _fit_new_norms(result, batches)
+    rows = [
+        replace(row, op="calibrated", status="approximate", constant=None)
+        if row.target.rpartition(".")[0] in fitted and row.op == "new"
+        else replace(row, op="calibrated", constant=weights[row.sources[0]].constant)
+        if row.sources and row.sources[0] in weights
+        else row
+        for row in result.mapping
+    ]
+    return replace(result, mapping=tuple(rows))
+
+
+def _fit_new_norms(result: NativeResult, batches: Sequence[Inputs]) -> set[str]:
+    """Make norms that the native form forces change what they get as little as they can."""
+    names = {r.target.rpartition(".")[0] for r in result.mapping if r.op == "new"}
+    known = {site.name: site.spec for site in find_modules(result.model)}
+    specs = {n: spec for n in names if (spec := known.get(n)) is not None}
+    fit_identity(result.model, batches, specs)
+    return set(specs)
+
+
+def _batches(model: nn.Module, calibration: Iterable[Example] | None) -> Sequence[Inputs] | None:
+    """The calibration batches as calls of the model."""
+    if calibration is None:
+        return None
+    return [resolve_inputs(model, batch) for batch in calibration]
+
+
 def _wish(to: str, skip: str, scale: str | None, calibration: Iterable[Example] | None) -> Wish:
     """The wish, checked.
 
@@ -229,7 +285,7 @@ def _wish(to: str, skip: str, scale: str | None, calibration: Iterable[Example] 
 
 
 def _decide(
-    model: nn.Module, inputs: Inputs, wish: Wish, calibration: Iterable[Example] | None
+    model: nn.Module, inputs: Inputs, wish: Wish, batches: Sequence[Inputs] | None
 ) -> _Decided:
     """The plan of a conversion that keeps the class.
 
@@ -237,13 +293,15 @@ def _decide(
         RefusedError: no stack can be converted.
     """
     reading = read_structure(model, inputs)
-    constants = None
+    constants = ratios = None
     forms = {stack.form for stack in reading.structure.stacks}
-    if wish.to == "deepnorm" and calibration is None and forms & {"pre", "parallel"}:
+    if wish.to == "deepnorm" and batches is None and forms & {"pre", "parallel"}:
         raise NormswapError(_WANTING)
-    if calibration is not None:
-        constants = _constants(model, reading, calibration)
-    placed = _plan_placement(model, reading, wish, constants)
+    if batches is not None and wish.to == "pre" and wish.skip == "clean":
+        ratios = _ratios(model, reading, batches)
+    elif batches is not None:
+        constants = _constants(model, reading, batches)
+    placed = _plan_placement(model, reading, wish, constants, ratios)
     if not placed.plan.changed:
         _refuse(reading, placed.plan, wish)
     after = ResidualStructure(tuple(placed.stacks))
@@ -277,9 +335,15 @@ def _refuse(reading: Reading, plan: Plan, wish: Wish) -> None:
     raise RefusedError(f"no stack can be converted to {wish.to}: {why}")
 
 
-def _constants(
-    model: nn.Module, reading: Reading, calibration: Iterable[Example]
-) -> dict[str, float]:
+def _ratios(model: nn.Module, reading: Reading, batches: Sequence[Inputs]) -> dict[str, float]:
+    """For each norm on a stream how much larger its input is than its result without shift."""
+    norms = [n for c in reading.chains for n in c.embedding_norms]
+    norms += [n for c in reading.chains for r in c.residuals for n in r.stream_norms]
+    specs = {n.path: n.site.spec for n in norms if n.path is not None and n.site.spec is not None}
+    return measure_ratios(model, batches, specs)
+
+
+def _constants(model: nn.Module, reading: Reading, batches: Sequence[Inputs]) -> dict[str, float]:
     """Sizes of what norms on branches get and of what branches return."""
     norms: dict[str, tuple[tuple[int, ...], bool]] = {}
     results: set[str] = set()
@@ -292,5 +356,4 @@ def _constants(
                 results.add(exit_of(reading.capture, residual, branch).module)
             except Blocked:
                 continue
-    batches = [resolve_inputs(model, batch) for batch in calibration]
     return measure_sizes(model, batches, norms, results)

@@ -44,6 +44,7 @@ from normswap.maps import Blocked
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.program import Edit
 from normswap.residual_graph import Chain, Residual
+from normswap.rewrites.branch_scales import BranchScales
 from normswap.rewrites.sites import kept_outcome
 from normswap.spec import NormSpec
 from normswap.stream_edits import INPUT_NORM, OUTPUT_NORM, SECOND_NORM, free_name
@@ -82,7 +83,11 @@ class Placed:
 
 
 def plan_placement(
-    model: nn.Module, reading: Reading, wish: Wish, constants: Constants | None = None
+    model: nn.Module,
+    reading: Reading,
+    wish: Wish,
+    constants: Constants | None = None,
+    ratios: Constants | None = None,
 ) -> Placed:
     """Plan the conversion of each stack; one that cannot be converted is refused as a whole.
 
@@ -91,19 +96,29 @@ def plan_placement(
         reading: its structure.
         wish: what to convert to.
         constants: measured sizes, where calibrated ones are asked for.
+        ratios: for the clean skip: by norm on the stream, the factor that it divides by.
     """
     placed = Placed(Plan("convert_placement", fingerprint(model)))
+    scales = BranchScales(model, reading.capture.tensors, ratios) if ratios is not None else None
     answered: set[str] = set()
     for chain, stack in zip(reading.chains, reading.structure.stacks, strict=True):
-        part = _Conversion(model, reading, chain, stack, wish, constants)
+        part = _Conversion(model, reading, chain, stack, wish, constants, scales)
+        mark = scales.mark() if scales is not None else None
         try:
             after = part.convert()
         except Blocked as blocked:
+            if scales is not None and mark is not None:
+                scales.rollback(mark)
             part = _Conversion(model, reading, chain, stack, wish, constants)
             part.refuse(blocked)
             after = stack
         part.add_to(placed.plan, answered)
         placed.stacks.append(after)
+    if scales is not None:
+        placed.plan.edits[:0] = scales.edits
+        placed.plan.mapping += scales.rows()
+        placed.plan.aliases.update(scales.aliases)
+        placed.plan.notes += scales.notes
     for site in reading.sites:
         if site.site.name not in answered:
             why = Blocked("not-residual", "it stands on no residual stream, or inside a branch")
@@ -122,9 +137,10 @@ class _Conversion:
         stack: Stack,
         wish: Wish,
         constants: Constants | None,
+        scales: BranchScales | None = None,
     ) -> None:
         self.model, self.reading, self.chain, self.stack = model, reading, chain, stack
-        self.wish, self.constants = wish, constants
+        self.wish, self.constants, self.scales = wish, constants, scales
         self.edits: list[Edit] = []
         self.module_edits: list[ModuleEdit] = []
         self.outcomes: dict[str, SiteOutcome] = {}
@@ -223,6 +239,9 @@ class _Conversion:
 
     def _rotate(self) -> Stack:
         """Each norm past the fork behind it."""
+        if self.scales is not None:
+            count = len(self.chain.residuals)
+            self.scales.scale(self.chain, [self._in_front(k) for k in range(count)])
         sublayers = list(self.stack.sublayers)
         for index, residual in enumerate(self.chain.residuals):
             norm = self._in_front(index)
