@@ -21,6 +21,7 @@ from normswap.inputs import Inputs, resolve_inputs
 from normswap.maps import Blocked
 from normswap.placement_report import Placement
 from normswap.plan import Plan, SiteOutcome, fingerprint
+from normswap.reinitialise import INITIALISATIONS, reinitialise
 from normswap.report import Report
 from normswap.rewrites.native_placement import NativeResult, native_placement
 from normswap.rewrites.placement import SCALES, SKIPS, TARGETS, Wish
@@ -86,6 +87,7 @@ def convert_placement(
     calibration: Iterable[Example] | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     native: bool = True,
+    reinit: str | None = None,
     inplace: bool = False,
     verify: bool = True,
     strict: bool = False,
@@ -113,6 +115,8 @@ def convert_placement(
             conversion is the rotation alone (``"pre"`` with the clean skip, ``"post"`` with scale
             ``"none"``): return a plain model of that class, which loads without normswap. It is
             a new model, so not with ``inplace``.
+        reinit: for an untrained model: draw the weights of its branches anew, ``"small"`` or
+            ``"deepnorm"`` (:mod:`normswap.reinitialise`). Trained weights are lost.
         inplace: change ``model`` itself; a failure restores it.
         verify: run both models and compare; what is exact and differs is rolled back and raises.
         strict: a stack that cannot be converted is an error.
@@ -129,6 +133,10 @@ def convert_placement(
     """
     wish = _wish(to, skip, scale, calibration)
     inner, inputs = ready(model, example_inputs, example_kwargs, None)
+    if reinit is not None:
+        options = {"example_inputs": inputs, "skip": skip, "scale": scale, "native": native}
+        options |= {"calibration": calibration, "evaluate": evaluate, "verify": verify}
+        return _reinitialised(model, inner, to, reinit, inplace=inplace, strict=strict, **options)
     batches = _batches(inner, calibration)
     before = None if evaluate is None else float(evaluate(model))
     if native and not inplace and wish.is_rotation:
@@ -146,6 +154,28 @@ def convert_placement(
         drift = branch_drift(original, unwrap(new), pairs, inputs)
         placement = replace(placement, layer_drift=drift)
     return _evaluated(new, replace(report, placement=placement), evaluate, before)
+
+
+def _reinitialised(
+    model: nn.Module, inner: nn.Module, to: str, how: str, *, inplace: bool, **options: Any
+) -> tuple[nn.Module, Report]:
+    """Draw the weights anew and convert; a failure puts the old ones back."""
+    if how not in INITIALISATIONS:
+        known = ", ".join(INITIALISATIONS)
+        raise NormswapError(f"reinit={how!r} is not known: it is one of {known}")
+    target = model if inplace else copy_model(inner)
+    changed = unwrap(target)
+    before = {name: p.detach().clone() for name, p in changed.named_parameters()}
+    try:
+        reading = read_structure(changed, options["example_inputs"])
+        drawn = reinitialise(changed, reading, how)
+        new, report = convert_placement(target, to, inplace=inplace, **options)
+    except BaseException:
+        for name, parameter in changed.named_parameters():
+            parameter.data.copy_(before[name])
+        raise
+    note = f"{len(drawn)} matrices were drawn anew ({how}); the differences are from the model then"
+    return new, replace(report, notes=(note, *report.notes))
 
 
 def _evaluated(

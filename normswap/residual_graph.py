@@ -10,7 +10,7 @@ between is read off the graph alone:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -18,6 +18,7 @@ from torch import fx
 from normswap.capture import Capture, ModuleCall
 from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, is_stored, op_name, permutation
 from normswap.find import GraphSite
+from normswap.forms import StoredTensor
 from normswap.graphs import calls_around
 
 # What hands a stream on: the same positions, rearranged, masked or cut out.
@@ -475,6 +476,36 @@ def _scaled(node: fx.Node) -> tuple[fx.Node | None, float]:
     if isinstance(number, (int, float)):
         return data[0], float(number) if op_name(node) == "mul" else 1.0 / float(number)
     return data[0], 1.0
+
+
+def ancestors(node: fx.Node, inside: Collection[fx.Node]) -> set[fx.Node]:
+    """What a value is computed from within ``inside``, itself included."""
+    found, queue = {node} & set(inside), [node]
+    while queue:
+        for source in queue.pop().all_input_nodes:
+            if source in inside and source not in found:
+                found.add(source)
+                queue.append(source)
+    return found
+
+
+def weights_of(node: fx.Node) -> list[StoredTensor]:
+    """The stored matrices that an op contracts with."""
+    if op_name(node) not in _CONTRACTIONS - {"embedding"}:
+        return []
+    stored = [n for n in node.all_input_nodes if is_stored(n) and len(n.meta["shape"]) >= 2]
+    return [n.meta["tensor"] for n in stored]
+
+
+def attention_operands(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """Of an op that weighs values by attention: what makes the weights, and the values."""
+    if op_name(node) in _ATTENTION:
+        operands = [a for a in node.args[:3] if isinstance(a, fx.Node)]
+        return operands[:2], operands[2:]
+    values = _attended(node)
+    if values is None:
+        return None
+    return [o for o in node.all_input_nodes if o not in values], values
 
 
 def _attended(node: fx.Node) -> list[fx.Node] | None:

@@ -11,6 +11,7 @@ from normswap.capture import Capture, capture
 from normswap.collapse import collapse_names
 from normswap.find import GraphSite
 from normswap.graph_norms import norms_in_graph
+from normswap.init import DeepNormScale, deepnorm_scales
 from normswap.inputs import Inputs
 from normswap.rendering import Document, Section, Table, to_text
 from normswap.residual_graph import Branch, Chain, Residual, holder, residual_chains
@@ -176,6 +177,25 @@ def _sublayer(residual: Residual) -> Sublayer:
         residual.skip_scale,
         scales.pop() if len(scales) == 1 else 1.0,
     )
+
+
+def deepnorm_scale(structure: ResidualStructure, stack: Stack) -> DeepNormScale:
+    """DeepNorm's constants for the depth of a stack, and of the encoder or decoder beside it."""
+    decoders = [s for s in structure.stacks if any("cross" in r.kind for r in s.sublayers)]
+    if not decoders:
+        alone, _ = deepnorm_scales(encoder_layers=max(_layers(stack), 1))
+        assert alone is not None
+        return alone
+    encoders = [s for s in structure.stacks if s not in decoders]
+    deepest = max(map(_layers, encoders), default=0)
+    encoder, decoder = deepnorm_scales(deepest, max(1, *map(_layers, decoders)))
+    chosen = decoder if stack in decoders or encoder is None else encoder
+    assert chosen is not None
+    return chosen
+
+
+def _layers(stack: Stack) -> int:
+    return sum(s.kind.startswith("attention") for s in stack.sublayers)
 
 
 def form_of(residual: Residual) -> str:

@@ -39,7 +39,6 @@ from normswap.boundaries import (
     value_readers,
 )
 from normswap.find import GraphSite
-from normswap.init import deepnorm_scales
 from normswap.maps import Blocked
 from normswap.plan import MappingRow, ModuleEdit, Plan, SiteOutcome, fingerprint
 from normswap.program import Edit
@@ -49,7 +48,7 @@ from normswap.rewrites.sites import kept_outcome
 from normswap.spec import NormSpec
 from normswap.stream_edits import INPUT_NORM, OUTPUT_NORM, SECOND_NORM, free_name
 from normswap.stream_hooks import hooked_child
-from normswap.structure import Reading, Stack, Sublayer
+from normswap.structure import Reading, Stack, Sublayer, deepnorm_scale
 
 TARGETS = ("pre", "post", "sandwich", "deepnorm", "residual-dual")
 SKIPS = ("clean", "normalised")
@@ -246,10 +245,11 @@ class _Conversion:
         for index, residual in enumerate(self.chain.residuals):
             norm = self._in_front(index)
             if norm is None:
-                self.notes.append(
-                    f"{self._where()} has no norm on its embeddings: the first sublayer reads the "
-                    "stream as it is"
-                )
+                if not self._keeps_function():
+                    self.notes.append(
+                        f"{self._where()} has no norm on its embeddings: the first sublayer reads "
+                        "the stream as it is"
+                    )
                 sublayers[index] = replace(sublayers[index], form="pre", stream_norms=())
                 continue
             name = self._move(norm, residual)
@@ -299,7 +299,7 @@ class _Conversion:
             except Blocked:
                 where = []
             if len(where) != 1:
-                self._answer(norm, "kept: it stands in front of the fork of the next sublayer")
+                self._answer(norm, "kept in front of the fork of the next sublayer")
                 return norm.site.name
         else:
             where = entries(self.reading.capture, residual.fork, inside)
@@ -451,7 +451,7 @@ class _Conversion:
         }[mode]
         for site in self._norms():
             if site not in self.chain.final_norms and site not in _output_norms(self.chain):
-                self._answer(site, f"kept: {words}")
+                self._answer(site, f"kept; {words}")
         return self._post_structure()
 
     def _post_structure(self) -> Stack:
@@ -533,7 +533,7 @@ class _Conversion:
 
     def _deepen(self) -> Stack:
         """Skip and branch times a constant by depth, and eps times its square."""
-        alpha = self._alpha()
+        alpha = deepnorm_scale(self.reading.structure, self.stack).alpha
         rows: list[dict[str, object]] = []
         sublayers = list(self.stack.sublayers)
         for index, residual in enumerate(self.chain.residuals):
@@ -558,24 +558,6 @@ class _Conversion:
         self.module_edits.append(ModuleEdit("unit_stream", self.stack.name, params))
         form = "deepnorm" if len({s.form for s in sublayers}) == 1 else "mixed"
         return replace(self.stack, form=form, sublayers=tuple(sublayers))
-
-    def _alpha(self) -> float:
-        """DeepNorm's weight of the stream for the depth of this stack."""
-
-        def layers(stack: Stack) -> int:
-            return sum(s.kind == "attention" for s in stack.sublayers)
-
-        stacks = self.reading.structure.stacks
-        decoders = [s for s in stacks if any(r.kind == "cross-attention" for r in s.sublayers)]
-        encoders = [s for s in stacks if s not in decoders]
-        if not decoders:
-            alone, _ = deepnorm_scales(encoder_layers=max(layers(self.stack), 1))
-            assert alone is not None
-            return alone.alpha
-        pair = deepnorm_scales(max(map(layers, encoders), default=0), max(map(layers, decoders)))
-        chosen = pair[1] if self.stack in decoders or pair[0] is None else pair[0]
-        assert chosen is not None
-        return chosen.alpha
 
     def _scale_eps(self, norm: GraphSite, alpha: float) -> None:
         _require_one_evaluation(norm)
