@@ -195,7 +195,7 @@ class Report:
         nouns = f"{noun}{'s' * (len(self.sites) != 1)}"
         counted = f"{len(done)} of {len(self.sites)} {nouns} {_VERBS.get(self.rewrite, 'changed')}"
         if self.placement is not None and done:
-            actions = Counter(site.action.partition(" ")[0] for site in done)
+            actions = Counter(site.action.partition(" ")[0].strip(",") for site in done)
             listed = ", ".join(f"{count} {action}" for action, count in actions.items())
             counted = f"{len(self.sites)} {nouns}: {listed}"
         statuses = Counter(site.status for site in done)

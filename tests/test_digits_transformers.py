@@ -132,7 +132,6 @@ def test_rotation_with_clean_skips_is_another_network() -> None:
     assert relative_error(run64(post, images), run64(rotated(post), images)) > 0.1
 
 
-@pytest.mark.skipif(not hasattr(ns, "convert_placement"), reason="placement cannot be converted")
 def test_conversion_to_pre_norm_is_the_rotation() -> None:
     post = load_transformer(POST_NORM)
     new, _ = ns.convert_placement(post, "pre", load_heldout().images[:2])

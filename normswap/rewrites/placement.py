@@ -445,13 +445,13 @@ class _Conversion:
         params = {"mode": mode, "sublayers": rows, "final": [n.path for n in final]}
         self.module_edits.append(ModuleEdit("unit_stream", self.stack.name, params))
         words = {
-            "unit": "its unscaled result is the stream, which is divided by its size",
-            "rotated": "its result is the stream",
-            "deep": "its unscaled result, times a constant, is the stream",
+            "unit": "which reads its result without scale and shift",
+            "rotated": "which reads its result",
+            "deep": "which reads its result without scale and shift, times a constant",
         }[mode]
         for site in self._norms():
             if site not in self.chain.final_norms and site not in _output_norms(self.chain):
-                self._answer(site, f"kept; {words}")
+                self._answer(site, f"kept for branch and skip, {words}")
         return self._post_structure()
 
     def _post_structure(self) -> Stack:
@@ -584,7 +584,7 @@ class _Conversion:
         self.module_edits.append(ModuleEdit("second_stream", self.stack.name, params))
         self._new_tensors(last, _joined(last.path, child), 0.0)
         for norm in norms:
-            self._answer(norm, "kept; what it gets feeds the second stream too")
+            self._answer(norm, "kept, with a second stream beside it")
         return replace(self.stack, form="residual-dual")
 
 
