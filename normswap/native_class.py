@@ -171,7 +171,7 @@ class _Candidate:
         return native.to(model.device).eval()
 
     def sentence(self, error: float) -> str:
-        usual = {field.name: field.default for field in fields(self.config_class)}
+        usual = _own_fields(self.config_class) | {"id2label": self.config_class().id2label}
         told = {k: v for k, v in self.settings.items() if v != usual[k]}
         values = ", ".join(f"{name}={value!r}" for name, value in told.items())
         return (
