@@ -21,6 +21,7 @@ from normswap.find import NormSite, NormSites, Where, find_modules, matcher
 from normswap.forms import refuse_unsupported, unwrap
 from normswap.functional import functional_norms
 from normswap.inputs import Inputs, resolve_inputs
+from normswap.native_class import native_class
 from normswap.optimizers import require_own_parameters, update_optimizer
 from normswap.plan import Plan
 from normswap.report import Report
@@ -433,7 +434,8 @@ def carry_out(
         plan.notes.append(f"only these outputs were to stay as they are: {inputs.outputs}")
     report = _report(plan, inner, verification)
     if verification is not None and verification.passed and inputs is not None:
-        report = replace(report, cost=_cost(plan, original, changed, inputs))
+        notes = (*report.notes, *native_class(plan, changed, inputs))
+        report = replace(report, cost=_cost(plan, original, changed, inputs), notes=notes)
     if verification is not None and not verification.passed:
         roll_back(undo)
         raise VerificationError(
