@@ -236,6 +236,9 @@ def _native(
     return result.model, report
 
 
+_NEUTRAL = "is new, with scale 1 and shift 0"
+_FITTED = "is new, with the scale and shift that change least on the calibration batches"
+
 _WANTING = (
     "constants of a pre-norm model's sublayers are measured: pass calibration=, a list of batches"
 )
@@ -275,7 +278,8 @@ def _calibrated(
         else row
         for row in result.mapping
     ]
-    return replace(result, mapping=tuple(rows))
+    notes = [note.replace(_NEUTRAL, _FITTED) for note in result.notes]
+    return replace(result, mapping=tuple(rows), notes=(*notes, *planned.notes))
 
 
 def _fit_new_norms(result: NativeResult, batches: Sequence[Inputs]) -> set[str]:

@@ -118,6 +118,11 @@ def plan_placement(
         placed.plan.mapping += scales.rows()
         placed.plan.aliases.update(scales.aliases)
         placed.plan.notes += scales.notes
+        if scales.constants:
+            placed.plan.notes.append(
+                "branches are multiplied by measured constants, as the clean skip keeps another "
+                "size of the stream than they were trained beside"
+            )
     for site in reading.sites:
         if site.site.name not in answered:
             why = Blocked("not-residual", "it stands on no residual stream, or inside a branch")
