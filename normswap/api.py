@@ -448,7 +448,8 @@ def carry_out(
 
 
 def _require_answers(plan: Plan, model: nn.Module, *, strict: bool) -> None:
-    refused = [s for s in plan.sites if s.status == "refused" and s.reason != "where"]
+    asked = ("where", "not-residual")  # nothing was asked of these
+    refused = [s for s in plan.sites if s.status == "refused" and s.reason not in asked]
     if strict and refused:
         first = refused[0]
         raise RefusedError(

@@ -192,13 +192,14 @@ def inspect_model(
 
 
 def _structure(model: nn.Module, examples: Any) -> ResidualStructure | None:
-    """The residual structure; ``None``, with a note, where the model cannot be run."""
+    """The residual structure; ``None`` where the model cannot be run, with a note if it should."""
     import normswap as ns
 
     try:
         return ns.residual_structure(model, examples)
     except NormswapError as error:
-        typer.echo(f"note: no residual structure: {error}", err=True)
+        if examples is not None:
+            typer.echo(f"note: no residual structure: {error}", err=True)
         return None
 
 

@@ -30,7 +30,7 @@ from normswap.checkpoint import (
 )
 from normswap.errors import CheckpointError, NormswapError, VerificationError
 from normswap.manifest import MANIFEST_NAME, Manifest, read_plan
-from normswap.plain import save_plain
+from normswap.plain import check_plain, save_plain
 from normswap.plan import Plan, fingerprint
 from normswap.tensorstore import (
     TensorInfo,
@@ -260,7 +260,9 @@ def save_with_exports(
     with export.outside_files(exports) as outside:
 
         def complete(stage: Path) -> None:
-            if check:
+            if check and report.plan is None:
+                check_plain(stage, model)
+            elif check:
                 _check_reload(stage, model)
             for target in exports:
                 path = outside.get(target, stage / target.name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from normswap import architecture
 from normswap.checkpoint import staged_directory
+from normswap.errors import VerificationError
 from normswap.report import Report
 
 
@@ -40,6 +42,28 @@ def save_plain(
         (stage / "README.md").write_text(_card(model, report), encoding="utf-8")
         if complete is not None:
             complete(stage)
+
+
+def check_plain(directory: Path, model: nn.Module) -> None:
+    """Read what :func:`save_plain` wrote and compare it bit by bit.
+
+    Raises:
+        VerificationError: something differs.
+    """
+    from safetensors.torch import load_file
+
+    if architecture.is_transformers_model(model):
+        again: nn.Module = type(model).from_pretrained(directory)  # type: ignore[attr-defined]
+        state = again.state_dict()
+    else:
+        state = load_file(directory / "model.safetensors")
+    known = model.state_dict()
+    differing = [n for n, t in state.items() if n not in known or not torch.equal(t, known[n])]
+    if differing:
+        raise VerificationError(
+            f"what was written does not load as what was saved ({differing[0]!r}); nothing was "
+            "kept. This is a fault in normswap: please report it with the model"
+        )
 
 
 def _card(model: nn.Module, report: Report) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ class ResidualStructure:
         return _common([stack.form for stack in self.stacks])
 
     def __str__(self) -> str:
-        return to_text(self.document(), 100)
+        columns = shutil.get_terminal_size((100, 24)).columns
+        return to_text(self.document(), min(max(columns, 60), 140))
 
     def document(self) -> Document:
         """The tables to render: a section a stack."""

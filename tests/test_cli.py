@@ -106,7 +106,7 @@ def test_help_is_printed_by_the_installed_module() -> None:
     command = [sys.executable, "-m", "normswap", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    for name in ("inspect", "fold-bn", "apply", "verify", "demo"):
+    for name in ("inspect", "fold-bn", "place", "apply", "verify", "demo"):
         assert name in done.stdout
     assert done.stderr == ""
 
@@ -142,11 +142,13 @@ def test_inspect_collapses_repeated_layers(run: Run, tmp_path: Path) -> None:
 def test_inspect_gives_json(run: Run) -> None:
     write("plain")
     done = run("inspect", "m.safetensors", "--arch", "networks:plain", "--json")
-    sites = json.loads(done.out)
+    found = json.loads(done.out)
+    sites = found["norms"]
+    assert found["stacks"] == []
     assert [site["name"] for site in sites] == ["1", "4"]
     assert {site["spec"]["kind"] for site in sites} == {"batch"}
     done = run("inspect", "m.safetensors", "--arch", "networks:plain", "--json", "--where", "4")
-    assert [site["name"] for site in json.loads(done.out)] == ["4"]
+    assert [site["name"] for site in json.loads(done.out)["norms"]] == ["4"]
 
 
 # fold-bn
