@@ -100,8 +100,7 @@ class TensorMapping:
         given = {} if source is None else source.tensors
         for leaf, tensor in target.tensors.items():
             if leaf in given:
-                status = "approximate" if op == "rotate" else "exact"
-                self._add(MappingRow(tensor.name, (given[leaf].name,), op, status))
+                self._add(MappingRow(tensor.name, (given[leaf].name,), op, "exact"))
             else:
                 offset = target.site.spec is not None and target.site.spec.unit_offset
                 value = 1.0 if leaf == "weight" and not offset else 0.0

@@ -208,8 +208,7 @@ def _value(
 def _set(model: nn.Module, tensor: StoredTensor, value: Tensor) -> None:
     """Put a tensor at all its names."""
     if tensor.is_parameter:
-        learns = value.requires_grad or value.grad_fn is not None
-        value = nn.Parameter(value.detach(), requires_grad=learns)
+        value = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
     for name in tensor.names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)

@@ -208,7 +208,7 @@ def _build(cls: Any, config: Any, like: Any) -> nn.Module:
     with no_init_weights(), torch.device(device):
         new: Any = cls(config, **options)
     new.tie_weights()
-    new.train(like.training)
+    new.to(like.dtype).train(like.training)
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.fill_(0.01)  # memory as it is may hold NaN; norms are probed by value
