@@ -175,6 +175,8 @@ def test_existing_final_norm_stays_behind_the_rotated_one() -> None:
         f"norm.{i}.{leaf}" for i in (0, 1) for leaf in ("weight", "bias")
     ]
     assert any("both stand behind the last sublayer" in note for note in result.notes)
+    built = "norm_first=True, norm = Sequential(LayerNorm, LayerNorm)"
+    assert any(built in note for note in result.notes)
     back = place(result.model, "post", x)
     assert_state_equal(back.model, model.state_dict())
     assert error(back.model, model(x), x) == 0
@@ -399,6 +401,25 @@ def test_bert_becomes_a_roberta_prelayernorm(pad: int) -> None:
     assert result.model.config.max_position_embeddings == 20 + pad + 1
     longest = torch.full((1, 20), 7)
     assert error(result.model, bert_as_pre_norm(model, longest), longest) < TOLERANCE
+
+
+@torch.no_grad()
+def test_electra_becomes_a_roberta_prelayernorm_without_a_pooler() -> None:
+    model = library("ElectraModel", **SMALL, embedding_size=16)
+    result = place(model, "pre", {"input_ids": IDS})
+    assert error(result.model, bert_as_pre_norm(model, IDS), IDS) < TOLERANCE
+    assert result.model.pooler is None
+    assert any("add_pooling_layer=False" in note for note in result.notes)
+
+
+def test_cross_attention_that_the_recorded_run_skips_is_refused() -> None:
+    model = library("BertLMHeadModel", **SMALL, is_decoder=True, add_cross_attention=True)
+    with pytest.raises(RefusedError, match=r"crossattention.*example_inputs"):
+        try_to_place(model, "pre", {"input_ids": IDS})
+    seen = {"input_ids": IDS, "encoder_hidden_states": random_input(2, 4, 16)}
+    rows = {row.target: row.sources for row in place(model, "pre", seen).mapping}
+    norm = "roberta_prelayernorm.encoder.layer.0.crossattention.LayerNorm.weight"
+    assert rows[norm] == ("bert.encoder.layer.0.attention.output.LayerNorm.weight",)
 
 
 @torch.no_grad()

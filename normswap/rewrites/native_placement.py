@@ -96,6 +96,11 @@ def native_placement(
     for source, destination in pairs:
         mapping.rotate(source, destination, to)
     mapping.copy_the_rest()
+    mapping.notes += [
+        f"{site.site.name!r} keeps its tensors, as the recorded run does not use it"
+        for site in reading.sites
+        if site.blocked is not None and site.blocked.code == "not-called"
+    ]
     _carry_out(model, target, mapping)
     return NativeResult(target.model, tuple(mapping.ordered_rows()), tuple(mapping.notes))
 
