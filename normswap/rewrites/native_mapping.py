@@ -5,6 +5,7 @@ Norms of the stacks go by their role, everything else by its name, or else by th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -95,13 +96,12 @@ class TensorMapping:
                 f"{source.site.name!r} is a norm of kind {source.kind!r}, and its place in the "
                 f"native form, {name!r}, is of kind {target.kind!r}"
             )
-        if source is not None and source.eps != target.eps:
+        if source is not None and not math.isclose(source.eps, target.eps, rel_tol=1e-6):
             self._carry_eps(target, source)
         given = {} if source is None else source.tensors
         for leaf, tensor in target.tensors.items():
             if leaf in given:
-                status = "approximate" if op == "rotate" else "exact"
-                self._add(MappingRow(tensor.name, (given[leaf].name,), op, status))
+                self._add(MappingRow(tensor.name, (given[leaf].name,), op, "exact"))
             else:
                 offset = target.site.spec is not None and target.site.spec.unit_offset
                 value = 1.0 if leaf == "weight" and not offset else 0.0
@@ -200,6 +200,11 @@ class TensorMapping:
     def _copy_in_order(self, targets: list[StoredTensor], sources: list[StoredTensor]) -> None:
         used = _by_use(sources, self.old)
         for key, group in _by_use(targets, self.new).items():
+            if key is None:
+                raise RefusedError(
+                    f"where {group[0].name!r} of the native form comes from cannot be told, as the "
+                    "recorded run does not use it: pass example_inputs that do"
+                )
             partners = used.pop(key, [])
             if len(partners) != len(group):
                 raise RefusedError(

@@ -96,6 +96,11 @@ def native_placement(
     for source, destination in pairs:
         mapping.rotate(source, destination, to)
     mapping.copy_the_rest()
+    mapping.notes += [
+        f"{site.site.name!r} keeps its tensors, as the recorded run does not use it"
+        for site in reading.sites
+        if site.blocked is not None and site.blocked.code == "not-called"
+    ]
     _carry_out(model, target, mapping)
     return NativeResult(target.model, tuple(mapping.ordered_rows()), tuple(mapping.notes))
 
@@ -208,8 +213,7 @@ def _value(
 def _set(model: nn.Module, tensor: StoredTensor, value: Tensor) -> None:
     """Put a tensor at all its names."""
     if tensor.is_parameter:
-        learns = value.requires_grad or value.grad_fn is not None
-        value = nn.Parameter(value.detach(), requires_grad=learns)
+        value = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
     for name in tensor.names:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)

@@ -63,7 +63,12 @@ def native_target(model: nn.Module, to: str) -> Target | None:
     config: Any = getattr(model, "config", None)
     if getattr(config, "quantization_config", None) is not None:
         return None
-    return _with_flag(model, config, to) or _counterpart(model, config, to)
+    if len(set(getattr(model, "hf_device_map", None) or ())) > 1:
+        return None  # spread over devices by hooks, which a new model would not have
+    target = _with_flag(model, config, to) or _counterpart(model, config, to)
+    if target is not None and any(getattr(m, "gradient_checkpointing", 0) for m in model.modules()):
+        target.notes.append("gradient checkpointing is off in the new model: switch it on again")
+    return target
 
 
 # -- torch.nn -------------------------------------------------------------------------------------
@@ -79,15 +84,24 @@ def _torch_layers(model: nn.Module, to: str) -> Target | None:
     for layer in layers:
         vars(layer)["norm_first"] = first
     held: set[nn.Module] = set()
-    for stack in [m for m in new.modules() if isinstance(m, _TorchStack)]:
+    finals: list[str] = []
+    for name, stack in [(n, m) for n, m in new.named_modules() if isinstance(m, _TorchStack)]:
         flipped = [layer for layer in stack.layers if layer in layers]
         if flipped:
             stack.norm = _with_final(stack.norm, flipped[-1]) if first else _without(stack.norm)
             _set_nesting(stack)
+            finals.append(f"{name}.norm = {_classes(stack.norm)}".lstrip("."))
         held.update(flipped)
     if first and not held.issuperset(layers):
         return None  # nothing holds them that could hold the final norm
-    return Target(new, copied=True)
+    note = f"a model that loads these weights has norm_first={first}, {', '.join(finals)}"
+    return Target(new, copied=True, notes=[note.rstrip(", ")])
+
+
+def _classes(norm: nn.Module | None) -> str:
+    if type(norm) is nn.Sequential:
+        return f"Sequential({', '.join(type(each).__name__ for each in norm)})"
+    return "None" if norm is None else type(norm).__name__
 
 
 def _with_final(norm: nn.Module | None, last: nn.Module) -> nn.Module:
@@ -208,7 +222,7 @@ def _build(cls: Any, config: Any, like: Any) -> nn.Module:
     with no_init_weights(), torch.device(device):
         new: Any = cls(config, **options)
     new.tie_weights()
-    new.train(like.training)
+    new.to(like.device, like.dtype).train(like.training)
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.fill_(0.01)  # memory as it is may hold NaN; norms are probed by value
