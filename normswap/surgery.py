@@ -215,7 +215,8 @@ def _name_as_table(capture: Capture, tensor: StoredTensor) -> None:
     assert tensor.node is not None
     lookups = [u for u in tensor.node.users if op_name(u) == "embedding"]
     name = next((n for u in lookups if (n := _own_name(tensor, u)) is not None), None)
-    if name is None or any(_own_name(tensor, u) == tensor.name for u in lookups):
+    heads = [u for u in tensor.node.users if op_name(u) == "linear"]
+    if name is None or all(_own_name(tensor, u) != tensor.name for u in heads):
         return
     del capture.tensors[tensor.name]
     tensor.name = name
