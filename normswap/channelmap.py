@@ -11,14 +11,15 @@ and a branch that must take the same map are one question: do all asked maps agr
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall
-from normswap.dataflow import RULES, Side, Step, Value, norm_call, op_name, rule_for
+from normswap.dataflow import RULES, Later, Side, Step, Value, made, norm_call, op_name, rule_for
 from normswap.forms import StoredTensor
 from normswap.maps import Blocked, Centre, Map, Scale, Shift
 from normswap.program import Program
@@ -41,17 +42,115 @@ class Pushed:
                 yield node.meta["tensor"], m
 
 
+_Visit = tuple[Value, fx.Node]  # a touched value, and an op next to it
+
+
 @dataclass
 class _State:
     """A partial push: maps set so far, how each visited op was settled, and what is to visit."""
 
     maps: dict[Value, Map]
     settled: dict[Any, dict[Value, Map]]
-    queue: list[tuple[Value, fx.Node]]  # (touched value, op next to it)
+    queue: list[_Visit]
     detours: dict[Value, str]  # values reached through another reader, and the reason's code
+    starts: list[tuple[Value, list[_Visit]]]  # yet to visit once the queue is empty, last first
+    region: list[Value]  # the values reached from the present start
+    origin: dict[Value, Value]  # what asked a value for its map; a start has none
+
+    @classmethod
+    def empty(cls) -> _State:
+        return cls({}, {}, [], {}, [], [], {})
 
     def copy(self) -> _State:
-        return _State(dict(self.maps), dict(self.settled), list(self.queue), dict(self.detours))
+        return _State(
+            dict(self.maps),
+            dict(self.settled),
+            list(self.queue),
+            dict(self.detours),
+            list(self.starts),
+            list(self.region),
+            dict(self.origin),
+        )
+
+    def next_visit(self) -> _Visit | None:
+        while not self.queue and self.starts:
+            value, visits = self.starts.pop()
+            self.queue, self.region = list(visits), [value]
+        return self.queue.pop() if self.queue else None
+
+
+def _way(origin: Mapping[Value, Value], value: Value) -> list[Value]:
+    """A value, what asked it for its map, and so on back to a start."""
+    way = [value]
+    while way[-1] in origin:
+        way.append(origin[way[-1]])
+    return way
+
+
+@dataclass
+class _DeadEnd:
+    """A map on a value that leads to an obstacle, and how."""
+
+    value: Value
+    m: Map
+    blocked: Blocked
+    way: frozenset[Value]
+    origin: Mapping[Value, Value]
+
+    @cached_property
+    def between(self) -> frozenset[Value]:
+        """The values from this one to the obstacle."""
+        own = _way(self.origin, self.value)
+        fork = next((n for n, v in enumerate(own) if v in self.way), len(own))
+        return (self.way - set(own[fork + 1 :])) | set(own[: fork + 1])
+
+
+MOST_DEAD_ENDS = 8
+
+
+@dataclass
+class DeadEnds:
+    """What failed pushes found out: maps of values that lead to an obstacle.
+
+    Whatever asks a value for such a map ends at the same obstacle, unless an op that is put in
+    writes one of the values in between. That is taken for granted; where an op leaves a choice on
+    the way back it need not be so, and a way may be missed.
+    """
+
+    known: dict[Value, list[_DeadEnd]] = field(default_factory=dict[Value, list[_DeadEnd]])
+    visits: int = 0  # what it took
+
+    def note(self, state: _State, values: Iterable[Value], blocked: Blocked) -> None:
+        """Add that the maps of ``values`` led to an obstacle."""
+        for value in values:
+            m, known = state.maps[value], self.known.setdefault(value, [])
+            if isinstance(m, Centre) and len(known) < MOST_DEAD_ENDS:
+                known.append(_DeadEnd(value, m, blocked, blocked.way, state.origin))
+
+    def recall(
+        self, value: Value, m: Map, written: Collection[Value]
+    ) -> tuple[Blocked, frozenset[Value]] | None:
+        """The obstacle that a map leads to although the values ``written`` are, and the way."""
+        for end in self.known.get(value, ()):
+            if end.between.isdisjoint(written) and end.m.same(m):
+                return end.blocked, end.between
+        return None
+
+
+@dataclass
+class _Choice:
+    """An op that left a choice: the state before it, what is yet to try, and why the first failed.
+
+    A list of these, not recursion: a model may have more choices than Python has frames.
+    """
+
+    state: _State
+    value: Value
+    op: fx.Node
+    steps: Iterator[Step | Later]
+    first: Blocked | None = None
+    conflict: bool = False  # whether some step failed for what the push holds elsewhere
+    way: frozenset[Value] = frozenset()  # to where the steps failed
 
 
 class _Push:
@@ -62,10 +161,14 @@ class _Push:
         fixed: set[fx.Node],
         written: set[fx.Node],
         left: Mapping[Value, Map],
+        fold: Callable[[fx.Node, Blocked], None] | None,
+        dead_ends: DeadEnds | None,
         *,
         against: bool,
     ) -> None:
         self.program = program
+        self.fold = fold
+        self.dead_ends = dead_ends
         self.written = written
         self.left = left
         self.starts = starts
@@ -76,28 +179,80 @@ class _Push:
 
     def solve(self, state: _State) -> _State:
         """Visit ops until none is left; where an op leaves a choice, try each in turn."""
-        while state.queue:
-            value, op = state.queue.pop()
-            steps = self._visit(state, value, op)
-            if len(steps) == 1:
-                self._take(state, value, op, steps[0])
-                continue
-            first: Blocked | None = None
-            for step in steps:
-                trial = state.copy()
-                try:
-                    self._take(trial, value, op, step)
-                    return self.solve(trial)
-                except Blocked as blocked:
-                    first = first or blocked
-            assert first is not None
-            raise first
+        choices: list[_Choice] = []
+        while (visit := state.next_visit()) is not None:
+            value, op = visit
+            try:
+                steps = self._visit(state, value, op)
+                if len(steps) == 1:
+                    self._take(state, value, op, made(steps[0]))
+                    continue
+                choices.append(_Choice(state, value, op, iter(steps)))
+                state = self._next(choices)
+            except Blocked as blocked:
+                blocked.way = blocked.way or frozenset(_way(state.origin, value))
+                state = self._next(choices, state, blocked)
         return state
 
-    def _visit(self, state: _State, value: Value, op: fx.Node) -> list[Step]:
+    def _next(
+        self, choices: list[_Choice], ended: _State | None = None, blocked: Blocked | None = None
+    ) -> _State:
+        """The state after the next step that is left to try; ``blocked`` has ended the last one.
+
+        Raises:
+            Blocked: none is left; the reason is that of the first.
+        """
+        while choices:
+            choice = choices[-1]
+            if blocked is not None and ended is not None:
+                self._note(choice, ended, blocked)
+            for step in choice.steps:
+                trial = choice.state.copy()
+                try:
+                    self._take(trial, choice.value, choice.op, made(step))
+                    return trial
+                except Blocked as inner:
+                    self._note(choice, trial, inner)
+            choices.pop()
+            ended, blocked = choice.state, choice.first
+            assert blocked is not None
+            blocked.conflict, blocked.way = choice.conflict, choice.way
+        assert ended is not None
+        assert blocked is not None
+        self._remember(ended, 0, blocked)
+        raise blocked
+
+    def _note(self, choice: _Choice, ended: _State, blocked: Blocked) -> None:
+        """Remember why a step of a choice failed."""
+        choice.first = choice.first or blocked
+        here = len(ended.starts) == len(choice.state.starts)
+        blocked.way = blocked.way or frozenset(_way(choice.state.origin, choice.value))
+        choice.conflict |= blocked.conflict or not here
+        choice.way |= blocked.way
+        self._remember(ended, len(choice.state.region) if here else 0, blocked)
+
+    def _remember(self, ended: _State, begin: int, blocked: Blocked) -> None:
+        if self.dead_ends is not None and not blocked.conflict:
+            self.dead_ends.note(ended, ended.region[begin:], blocked)
+
+    def _require_possible(self, state: _State, target: Value, m: Map, source: Value) -> None:
+        # Without ops put in, a push finds its own obstacle: the way there is part of the reason.
+        if self.dead_ends is None or not self.written:
+            return
+        known = self.dead_ends.recall(target, m, self.written)
+        if known is not None:
+            blocked = Blocked(known[0].code, known[0].detail)
+            blocked.root, blocked.place = known[0].root, known[0].place
+            blocked.maps = {**known[0].maps, **state.maps, target: m}
+            blocked.way = known[1] | frozenset(_way(state.origin, source))
+            raise blocked
+
+    def _visit(self, state: _State, value: Value, op: fx.Node) -> Sequence[Step | Later]:
         self.visits += 1
+        if self.dead_ends is not None:
+            self.dead_ends.visits += 1
         if self.visits > self.limit:
-            raise Blocked("op", f"no way was found in {self.limit} steps")
+            raise _conflict("op", f"no way was found in {self.limit} steps")
         m = state.maps[value]
         settled = state.settled.get(_constraint(op, value, m))
         if settled is not None:
@@ -105,18 +260,31 @@ class _Push:
                 return [[]]
             raise self._on_detour(
                 self._detour(state, value, op) or "other-reader",
-                "other-reader",
-                f"{describe(op)} would have to take two maps at once",
+                _conflict("other-reader", f"{describe(op)} would have to take two maps at once"),
             )
         try:
-            if isinstance(value, Side):
-                return rule_for(op).relate_side(op, value, m, self.program)
-            return rule_for(op).relate(op, value, m, self.program)
+            return self._asked(op, value, m)
         except Blocked as blocked:
             explained = self._explained(state, blocked, value, op)
             explained.scale, explained.root = blocked.scale, blocked.root
             explained.place, explained.maps = (value, op), dict(state.maps)
+            explained.way = frozenset(_way(state.origin, value))
             raise explained from None
+
+    def _asked(self, op: fx.Node, value: Value, m: Map) -> Sequence[Step | Later]:
+        """What an op says, once more if a factor that was in its way could be folded."""
+        try:
+            return self._relate(op, value, m)
+        except Blocked as blocked:
+            if blocked.scale is None or self.fold is None:
+                raise
+            self.fold(blocked.scale, blocked)
+        return self._relate(op, value, m)
+
+    def _relate(self, op: fx.Node, value: Value, m: Map) -> Sequence[Step | Later]:
+        if isinstance(value, Side):
+            return rule_for(op).relate_side(op, value, m, self.program)
+        return rule_for(op).relate(op, value, m, self.program)
 
     def _explained(self, state: _State, blocked: Blocked, value: Value, op: fx.Node) -> Blocked:
         """The reason with its place and, off the straight way, how the push got there."""
@@ -130,7 +298,7 @@ class _Push:
         direct = value not in state.detours and node_of(value).op != "placeholder"
         if direct and blocked.code in {"output", "hook", "stale-alias"}:
             return Blocked(blocked.code, detail)
-        return self._on_detour(self._detour(state, value, op), blocked.code, detail)
+        return self._on_detour(self._detour(state, value, op), Blocked(blocked.code, detail))
 
     def _detour(self, state: _State, value: Value, op: fx.Node) -> str | None:
         """Why going from ``value`` to ``op`` leaves the straight way, if it does."""
@@ -142,12 +310,16 @@ class _Push:
             return "shared"
         return "other-reader" if self.against else None
 
-    def _on_detour(self, detour: str | None, code: str, detail: str) -> Blocked:
-        if detour == "shared":
-            return Blocked("shared", f"a weight is used by another call too; there, {detail}")
-        if detour == "other-reader":
-            return Blocked("other-reader", f"a value is read elsewhere too; there, {detail}")
-        return Blocked(code, detail)
+    def _on_detour(self, detour: str | None, blocked: Blocked) -> Blocked:
+        where = {
+            "shared": "a weight is used by another call too",
+            "other-reader": "a value is read elsewhere too",
+        }.get(detour or "")
+        if where is None or detour is None:
+            return blocked
+        explained = Blocked(detour, f"{where}; there, {blocked.detail}")
+        explained.conflict = blocked.conflict
+        return explained
 
     def _take(self, state: _State, value: Value, op: fx.Node, step: Step) -> None:
         if step:
@@ -158,10 +330,13 @@ class _Push:
         detour = self._detour(state, value, op)
         for target, m in step:
             try:
-                self.set(state, target, m, op, detour)
+                self.set(state, target, m, op, detour, value)
             except Blocked as blocked:
-                explained = self._on_detour(detour, blocked.code, blocked.detail)
+                if blocked.place is not None:  # found by an earlier push
+                    raise
+                explained = self._on_detour(detour, blocked)
                 explained.place, explained.maps = (target, op), dict(state.maps)
+                explained.way = frozenset(_way(state.origin, value))
                 raise explained from None
 
     def set(
@@ -171,6 +346,7 @@ class _Push:
         m: Map,
         origin: fx.Node | None,
         detour: str | None = None,
+        source: Value | None = None,
     ) -> None:
         """Give ``target`` the map that ``origin`` asks for, and queue the ops next to it."""
         if self._has_already(target, m):
@@ -181,13 +357,18 @@ class _Push:
         if known is not None:
             if known.same(m):
                 return
-            raise Blocked(
+            raise _conflict(
                 "other-reader", f"{describe(node_of(target))} would have to take two different maps"
             )
+        if source is not None:
+            self._require_possible(state, target, m, source)
         node = node_of(target)
         if node.op == "placeholder":
             _require_absorbing(node, m)
         state.maps[target] = m
+        state.region.append(target)
+        if source is not None:
+            state.origin[target] = source
         if detour is not None:
             state.detours[target] = detour
         producers = [] if target in self.written else _producers(target)
@@ -226,6 +407,8 @@ def push(
     against: bool,
     written: Iterable[fx.Node] = (),
     left: Mapping[Value, Map] | None = None,
+    fold: Callable[[fx.Node, Blocked], None] | None = None,
+    dead_ends: DeadEnds | None = None,
 ) -> Pushed:
     """Push ``maps`` from the ops ``starts`` until parameters absorb them.
 
@@ -238,19 +421,33 @@ def push(
         written: values that get their map from an op put behind them, so that what writes them is
             not asked.
         left: maps that values have already, from an earlier push.
+        fold: folds a stored factor that is in the way of a centring, or raises the reason. Weights
+            change under the push then, so it must be made again to be valid.
+        dead_ends: what earlier pushes found out, with the same ``left``; this one adds to it.
 
     Raises:
         Blocked: some path ends at something that cannot take its map.
     """
     starts = list(starts)
-    pushing = _Push(program, set(starts), set(fixed), set(written), left or {}, against=against)
+    pushing = _Push(
+        program, set(starts), set(fixed), set(written), left or {}, fold, dead_ends, against=against
+    )
     if starts:  # each op is visited from each of its values once, unless choices are tried
         pushing.limit = LEAST_VISITS + VISITS_PER_OP * len(starts[0].graph.nodes)
-    state = _State({}, {}, [], {})
+    state = _State.empty()
     for node, m in maps:
         pushing.set(state, node, m, None)
+        state.starts.append((node, state.queue))
+        state.queue = []
     state = pushing.solve(state)
     return Pushed(state.maps, _ops_next_to(state.maps))
+
+
+def _conflict(code: str, detail: str) -> Blocked:
+    """A reason that hangs on what else the push holds."""
+    blocked = Blocked(code, detail)
+    blocked.conflict = True
+    return blocked
 
 
 def _ops_next_to(values: Iterable[Value]) -> set[fx.Node]:

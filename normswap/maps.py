@@ -40,6 +40,10 @@ class Blocked(NormswapError):  # noqa: N818 - an answer, not a fault
         """The value that could not take its map, and the op that said so."""
         self.maps: dict[Any, Map] = {}
         """The values that had a map by then."""
+        self.conflict = False
+        """Whether it hangs on other maps of the same push, not on this one alone."""
+        self.way: frozenset[Any] = frozenset()
+        """The values on the way to it, from where the push began."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,13 @@ class Centre(Map):
 
     def _of(self, labels: Tensor) -> Centre:
         """The map with these labels, in the one form that equal maps have."""
+        known = self.vector.program.centres
+        key = tuple(labels.shape), labels.numpy().tobytes()
+        if key not in known:
+            known[key] = self._in_one_form(labels)
+        return Centre(known[key])
+
+    def _in_one_form(self, labels: Tensor) -> Vector:
         program = self.vector.program
         whole = bool((labels == 0).all())
         labels = labels if whole else _shrunk(labels)
@@ -208,7 +219,7 @@ class Centre(Map):
         else:
             ref = program.emit("table", values=flat.double().tolist())
             ref = program.emit("reshape", ref, shape=list(shape))
-        return Centre(Vector(program, ref, shape))
+        return Vector(program, ref, shape)
 
     def repeated(self, axis: int, count: int) -> Centre:
         """The same map with a mean of its own for each of ``count`` positions of ``axis``.
@@ -253,19 +264,40 @@ def _shrunk(labels: Tensor) -> Tensor:
         if size == 1 or size == labels.numel():
             continue
         rows = labels.movedim(axis, 0).reshape(size, -1)
-        renamed = torch.stack([_in_order(row) for row in rows])
-        sets = [set(row.tolist()) - {-1} for row in rows]
-        disjoint = sum(map(len, sets)) == len(set[int]().union(*sets))
-        if disjoint and bool((renamed == renamed[0]).all()):
+        if _are_alike_and_apart(rows):
             kept = [1 if a == axis else s for a, s in enumerate(labels.shape)]
-            labels = renamed[0].reshape(kept)
+            labels = rows[0].reshape(kept)
     return _in_order(labels.reshape(-1)).reshape(labels.shape)
+
+
+def _are_alike_and_apart(rows: Tensor) -> bool:
+    """Whether all rows are cut into parts in the same way, and no two share a part."""
+    marked = rows + 1  # 0: left alone
+    row, column = (torch.arange(size) for size in rows.shape)
+    lowest = _first(marked, row[:, None].expand_as(rows), int(marked.max()) + 1)
+    if not bool(((lowest[marked] == row[:, None]) | (marked == 0)).all()):
+        return False
+    start = _first(marked, column.expand_as(rows), len(lowest))
+    start[0] = -1
+    parts = start[marked]  # each position by the first column of its part
+    return bool((parts == parts[0]).all())
 
 
 def _in_order(labels: Tensor) -> Tensor:
     """The same partition, its parts numbered in order of first appearance."""
-    numbers: dict[int, int] = {-1: -1}
-    return torch.tensor([numbers.setdefault(label, len(numbers) - 1) for label in labels.tolist()])
+    marked = labels + 1  # 0: left alone
+    count = int(marked.max()) + 1 if marked.numel() else 1
+    first = _first(marked, torch.arange(labels.numel()), count)
+    first[0] = -1
+    numbers = torch.empty_like(first)
+    numbers[first.argsort(stable=True)] = torch.arange(count)
+    return numbers[marked] - 1
+
+
+def _first(marked: Tensor, places: Tensor, count: int) -> Tensor:
+    """For each of ``count`` marks the lowest of the places where it stands."""
+    unmarked = torch.full((count,), places.numel() + 1)
+    return unmarked.scatter_reduce(0, marked.reshape(-1), places.reshape(-1), "amin")
 
 
 @dataclass(frozen=True)

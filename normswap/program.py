@@ -223,6 +223,8 @@ class Program:
         self._versions: dict[str, int] = {}
         self._values: dict[Ref, tuple[Tensor, bool]] = {}
         self._next = 0  # number of the next temporary, never used twice
+        self.centres: dict[tuple[tuple[int, ...], bytes], Vector] = {}
+        """The labels of each centring met so far, by shape and value, in their one form."""
 
     def current(self, name: str) -> Ref:
         """The newest version of the tensor ``name``."""
@@ -252,10 +254,18 @@ class Program:
         return len(self._assignments), dict(self._versions)
 
     def rollback(self, mark: tuple[int, dict[str, int]]) -> None:
-        """Forget every assignment made since ``mark``."""
+        """Forget every tensor assigned since ``mark``, and the temporaries that hang on one."""
         count, versions = mark
-        dropped = {a.target for a in self._assignments[count:]}
-        del self._assignments[count:]
+        if versions == self._versions:
+            return
+        kept: list[_Assignment] = []
+        dropped: set[Ref] = set()
+        for a in self._assignments[count:]:
+            if a.target[0].startswith("%") and dropped.isdisjoint(a.sources):
+                kept.append(a)
+            else:
+                dropped.add(a.target)
+        self._assignments[count:] = kept
         self._versions = versions
         for target in dropped:
             del self._by_target[target]

@@ -10,7 +10,7 @@ from torch import fx, nn
 from normswap.biases import VirtualBiases, add_virtual_biases, made_biases
 from normswap.capture import Capture, ModuleCall, capture
 from normswap.channelmap import Pushed, commit, push
-from normswap.dataflow import is_stored, op_name
+from normswap.dataflow import argument, is_stored, op_name
 from normswap.find import GraphSite
 from normswap.forms import StoredTensor, stored_value
 from normswap.graph_norms import norms_in_graph
@@ -150,13 +150,14 @@ class Surgery:
                 plan.aliases[target] = list(names)
 
     def _without_idle_ties(self, edits: list[Edit]) -> list[Edit]:
-        """The edits without the copies of tables that stay equal to what they are tied to."""
+        """The edits without the copies in layers that stay equal to what they are tied to."""
         count = Counter(edit.target for edit in edits)
-        idle = {
-            name
+        busy = {
+            edit.module
             for name, (_, edit) in self.ties.items()
-            if count[name] == 1 and not count[edit.params["of"]]
+            if count[name] > 1 or count[edit.params["of"]]
         }
+        idle = {name for name, (_, edit) in self.ties.items() if edit.module not in busy}
         return [edit for edit in edits if edit.target not in idle]
 
 
@@ -166,21 +167,68 @@ def _separate_tables(capture: Capture) -> dict[str, tuple[StoredTensor, ModuleEd
     for tensor in list(capture.tensors.values()):
         if tensor.node is None or len(tensor.names) < 2 or not _is_table(tensor.node):
             continue
+        _name_as_table(capture, tensor)
         for reader in [u for u in tensor.node.users if op_name(u) == "linear"]:
-            call: ModuleCall | None = reader.meta.get("call")
-            if call is None:
+            name = _own_name(tensor, reader)
+            if name is None or name == tensor.name:
                 continue
-            name = f"{call.path}.weight"
-            if name not in tensor.names or name == tensor.name:
-                continue
-            if name not in ties:
-                own = _placeholder(capture, tensor, name)
-                edit = ModuleEdit("untie", call.path, {"name": name, "of": tensor.name})
-                ties[name] = own, edit
-            own = ties[name][0]
-            assert own.node is not None
-            reader.replace_input_with(tensor.node, own.node)
+            _separate(capture, ties, tensor, name, reader)
+            _separate_bias(capture, ties, reader)
     return ties
+
+
+def _separate_bias(
+    capture: Capture, ties: dict[str, tuple[StoredTensor, ModuleEdit]], reader: fx.Node
+) -> None:
+    """A bias that an output layer shares, too: one flag of a configuration ties both."""
+    bias = argument(reader, 2, "bias")
+    stored: StoredTensor | None = bias.meta["tensor"] if is_stored(bias) else None
+    name = None if stored is None else _own_name(stored, reader, "bias")
+    if stored is not None and name is not None and name != stored.name:
+        _separate(capture, ties, stored, name, reader)
+
+
+def _separate(
+    capture: Capture,
+    ties: dict[str, tuple[StoredTensor, ModuleEdit]],
+    tensor: StoredTensor,
+    name: str,
+    reader: fx.Node,
+) -> None:
+    """Let ``reader`` read a tensor of its own in the place of ``tensor``."""
+    if name not in ties:
+        own = _placeholder(capture, tensor, name)
+        edit = ModuleEdit("untie", name.rpartition(".")[0], {"name": name, "of": tensor.name})
+        ties[name] = own, edit
+    own = ties[name][0]
+    assert own.node is not None
+    assert tensor.node is not None
+    reader.replace_input_with(tensor.node, own.node)
+
+
+def _name_as_table(capture: Capture, tensor: StoredTensor) -> None:
+    """Let a table go by the name under which an embedding reads it.
+
+    Where the output layer comes first in the model, its name is the canonical one; but the output
+    layer is what gets a tensor of its own.
+    """
+    assert tensor.node is not None
+    lookups = [u for u in tensor.node.users if op_name(u) == "embedding"]
+    name = next((n for u in lookups if (n := _own_name(tensor, u)) is not None), None)
+    heads = [u for u in tensor.node.users if op_name(u) == "linear"]
+    if name is None or all(_own_name(tensor, u) != tensor.name for u in heads):
+        return
+    del capture.tensors[tensor.name]
+    tensor.name = name
+    tensor.names = (name, *(n for n in tensor.names if n != name))
+    capture.tensors[name] = tensor
+
+
+def _own_name(tensor: StoredTensor, reader: fx.Node, leaf: str = "weight") -> str | None:
+    """The name of a tensor in the module whose call reads it."""
+    call: ModuleCall | None = reader.meta.get("call")
+    name = None if call is None else f"{call.path}.{leaf}"
+    return name if name in tensor.names else None
 
 
 def _is_tied(node: fx.Node) -> bool:

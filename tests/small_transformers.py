@@ -361,6 +361,11 @@ _LIBRARY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", "CohereForCausalLM", {**_TEXT, **_ONE_KV}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _TEXT),
     "bert": ("BertConfig", "BertForMaskedLM", _TEXT),
+    "roberta": (
+        "XLMRobertaConfig",
+        "XLMRobertaForMaskedLM",
+        {**_TEXT, "tie_word_embeddings": True},
+    ),
     "bert_base": ("BertConfig", "BertModel", {**_TEXT, "num_hidden_layers": 1}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**_TEXT, "n_layer": 2, "n_head": 2}),
     "falcon": ("FalconConfig", "FalconForCausalLM", _TEXT),
@@ -426,7 +431,7 @@ def library_inputs(family: str, seed: int = 1, batch: int = 2, length: int = 6) 
     if family == "clip":
         ids["input_ids"][:, -1] = VOCABULARY - 1
         return {**ids, **pixels}
-    return ids if family.startswith("bert") else {**ids, "use_cache": False}
+    return ids if family.startswith(("bert", "roberta")) else {**ids, "use_cache": False}
 
 
 class LogitsOnly(nn.Module):

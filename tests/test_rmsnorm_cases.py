@@ -976,6 +976,15 @@ def test_library_model_is_converted_whole_when_untied(family: str) -> None:
     assert head.weight is not table.weight
 
 
+def test_table_that_goes_by_the_name_of_the_head_is_centred_alone() -> None:
+    model, inputs = library_model("roberta"), library_inputs("roberta")
+    new, report = convert(model, inputs, untie=True)
+    assert statuses(report)["roberta.embeddings.LayerNorm"] == "exact"
+    assert not new.config.tie_word_embeddings
+    assert torch.equal(new.get_output_embeddings().weight, model.get_output_embeddings().weight)
+    assert_centred(new.get_input_embeddings().weight)
+
+
 def test_opt_with_post_norm_is_refused() -> None:
     model = library_model("opt", do_layer_norm_before=False)
     _, report = convert(model, library_inputs("opt"))

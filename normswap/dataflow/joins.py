@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from normswap.dataflow.moves import alone, either, kept_axes, moved_axes, piece_
 from normswap.dataflow.rule import (
     NONNEGATIVE,
     PASS,
+    Later,
     Rule,
     Step,
     argument,
@@ -221,7 +222,9 @@ class Filling(Rule):
 class Concatenating(Rule):
     """``cat`` and ``stack``: along the axis a slice for each branch, else every branch alike."""
 
-    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+    def relate(
+        self, node: fx.Node, source: fx.Node, m: Map, program: Program
+    ) -> Sequence[Step | Later]:
         """See the class."""
         parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
         stacked = op_name(node) == "stack"

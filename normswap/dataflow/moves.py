@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from normswap.dataflow.rule import (
+    Later,
     Rule,
     ShapeOfSecond,
     Step,
@@ -253,7 +254,9 @@ class Unfolding(Rule):
 class Slicing(Rule):
     """``y`` is a run of positions of one axis of ``x`` (or one position, its axis dropped)."""
 
-    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+    def relate(
+        self, node: fx.Node, source: fx.Node, m: Map, program: Program
+    ) -> Sequence[Step | Later]:
         """The map's slice; back, the map with its other positions left alone."""
         x = node.args[0]
         assert isinstance(x, fx.Node)
@@ -272,18 +275,13 @@ class Slicing(Rule):
 
 def alone(
     value: fx.Node, piece: Map, axis: int, start: int, stop: int, size: int, step: int = 1
-) -> Step | None:
-    """A map on a piece as one on the whole ``value``; ``None`` if there is no such map."""
-    try:
-        return [(value, whole_of(piece, axis, start, stop, size, step))]
-    except Blocked:
-        return None
+) -> Later:
+    """A map on a piece as one on the whole ``value``, if there is such a map."""
+    return lambda: [(value, whole_of(piece, axis, start, stop, size, step))]
 
 
-def either(m: Map, axis: int, only: Step | None, alike: Step) -> list[Step]:
+def either(m: Map, axis: int, only: Later, alike: Step) -> list[Step | Later]:
     """A map on one piece of ``axis``: on that piece only, or, if it is constant there, on all."""
-    if only is None:
-        return [alike]
     if axis in m.axes:
         return [only]
     return [alike, only] if m.axes else [only, alike]
@@ -311,7 +309,9 @@ def _range_of(node: fx.Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
 class Splitting(Rule):
     """``split``, ``chunk``, ``unbind``: the pieces are the ``getitem`` nodes that read it."""
 
-    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+    def relate(
+        self, node: fx.Node, source: fx.Node, m: Map, program: Program
+    ) -> Sequence[Step | Later]:
         """Each piece takes its slice (``node`` is the split, ``source`` its input or a piece)."""
         x = node.args[0]
         assert isinstance(x, fx.Node)

@@ -17,6 +17,7 @@ from normswap.dataflow.rule import (
     ShapeOfSecond,
     Step,
     argument,
+    made,
     op_name,
     require_nonnegative,
     shape_of,
@@ -175,7 +176,7 @@ class First(Rule):
         node.meta.setdefault("shape", shape_of(items[0]))
         node.meta.setdefault("dtype", items[0].meta["dtype"])
         steps = self.inner.relate(node, inside, m, program)
-        return [[(items[0] if v is node else v, m) for v, m in step] for step in steps]
+        return [[(items[0] if v is node else v, m) for v, m in made(step)] for step in steps]
 
 
 def one_axis(position: int, name: str = "dim") -> Callable[[fx.Node], Sequence[int]]:

@@ -5,7 +5,7 @@ A value is an activation, a stored tensor, or one side of a stored weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ Value = fx.Node | Side
 
 Step = list[tuple[Value, Map]]
 """Maps that other endpoints of an op must take."""
+
+
+Later = Callable[[], Step]
+"""A step that is made once the steps before it have failed; it may be blocked as well."""
 
 
 PASS = "pass"
@@ -99,17 +103,26 @@ def describe_tensor(node: fx.Node) -> str:
     return repr(node.meta["tensor"].name)
 
 
+def made(step: Step | Later) -> Step:
+    """A step, made now if it was put off."""
+    return step() if callable(step) else step
+
+
 class Rule:
     """What one op does to maps."""
 
-    def relate(self, node: fx.Node, source: fx.Node, m: Map, program: Program) -> list[Step]:
+    def relate(
+        self, node: fx.Node, source: fx.Node, m: Map, program: Program
+    ) -> Sequence[Step | Later]:
         """Alternatives for the other endpoints of ``node`` when ``source`` takes ``m``.
 
         ``source`` is ``node`` itself for its output.
         """
         raise NotImplementedError
 
-    def relate_side(self, node: fx.Node, side: Side, m: Map, program: Program) -> list[Step]:
+    def relate_side(
+        self, node: fx.Node, side: Side, m: Map, program: Program
+    ) -> Sequence[Step | Later]:
         """The same for one side of a weight; most ops know a weight as a whole only."""
         return self.relate(node, side.node, m, program)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from normswap.capture import ModuleCall
-from normswap.channelmap import Pushed, describe, node_of, push, require_one_path
+from normswap.channelmap import DeadEnds, Pushed, describe, node_of, push, require_one_path
 from normswap.dataflow import RULES, Value, norm_axes, op_name
 from normswap.find import GraphSite
 from normswap.graphs import calls_around
@@ -41,6 +41,8 @@ from normswap.surgery import Surgery
 
 MAX_CUTS = 32
 MAX_TRIES = 48
+# Visits per op of the graph, in all tries since the last norm that could be freed.
+MAX_VISITS_PER_OP = 16
 # What no op on the way could get round, and so the better reason to give.
 FINAL = ("output", "hook", "stale-alias", "data-dependent")
 
@@ -76,6 +78,11 @@ class Centring:
     cuts: list[Cut] = field(default_factory=list[Cut])
     uncentred: dict[Value, str] = field(default_factory=dict[Value, str])  # tables left in a stream
     tries: int = 0
+    dead_ends: DeadEnds = field(default_factory=DeadEnds)
+    boundaries: dict[tuple[fx.Node, int], list[Cut]] = field(
+        default_factory=dict[tuple[fx.Node, int], list[Cut]]
+    )
+    tried: set[frozenset[fx.Node]] = field(default_factory=set[frozenset[fx.Node]])
 
     def centre(self, site: GraphSite) -> None:
         """Make the input of a LayerNorm zero-mean, with every stream that it is part of.
@@ -88,7 +95,9 @@ class Centring:
         if self.is_centred(site):
             return
         self.tries = 0
+        self.tried.clear()
         pushed, cuts = self._solve(site, [])
+        self.dead_ends = DeadEnds()
         self.centred |= {v: m for v, m in pushed.maps.items() if isinstance(m, Centre)}
         self.cuts += cuts
         left = ", ".join(cut.where for cut in cuts if cut.edit is None)
@@ -118,12 +127,17 @@ class Centring:
             return self._push_through(site, cuts), cuts
         except Blocked as blocked:
             first = blocked
-            possible = list(self._cuts_for(first, cuts)) if len(cuts) < MAX_CUTS else []
+            possible = self._cuts_for(first, cuts) if len(cuts) < MAX_CUTS else iter(())
             program.rollback(mark)
             self.surgery.ops = ops
+        limit = MAX_VISITS_PER_OP * len(self.surgery.capture.graph.nodes)
         for cut in possible:
+            values = frozenset(value for c in (*cuts, cut) for value in c.values)
+            if values in self.tried:  # in another order
+                continue
+            self.tried.add(values)
             self.tries += 1
-            if self.tries > MAX_TRIES:
+            if self.tries > MAX_TRIES or self.dead_ends.visits > limit:
                 break
             try:
                 return self._solve(site, [*cuts, cut])
@@ -138,19 +152,16 @@ class Centring:
         """Push, with every stored factor in the way folded into what writes its product."""
         folded: list[Pushed] = []
         while True:
-            try:
-                pushed = self._push(site, cuts)
+            count = len(folded)
+            pushed = self._push(site, cuts, folded)
+            if len(folded) == count:  # else weights changed under it: does all of it still hold?
                 break
-            except Blocked as blocked:
-                if blocked.scale is None:
-                    raise
-                folded.append(self._fold_scale(blocked.scale, blocked))
         self._require_worth(pushed, cuts)
         require_one_path(self.surgery.capture, [*folded, pushed])
         self.surgery.take(pushed, "centre")
         return pushed
 
-    def _push(self, site: GraphSite, cuts: list[Cut]) -> Pushed:
+    def _push(self, site: GraphSite, cuts: list[Cut], folded: list[Pushed]) -> Pushed:
         program = self.surgery.program
         starts = {node for instance in site.instances for node in instance.nodes}
         written = {value: cut.axis for cut in cuts for value in cut.values}
@@ -159,7 +170,23 @@ class Centring:
             for value, axis in written.items()
         ]
         begin += [(i.x, _whole(program, i.x, i.y)) for i in site.instances]
-        return push(program, begin, starts, [], against=True, written=written, left=self.centred)
+        rescaled = {value for pushed in folded for value in pushed.maps}
+        left = {v: m for v, m in self.centred.items() if v not in rescaled}
+
+        def fold(product: fx.Node, blocked: Blocked) -> None:
+            folded.append(self._fold_scale(product, blocked))
+
+        return push(
+            program,
+            begin,
+            starts,
+            [],
+            against=True,
+            written=written,
+            left=left,
+            fold=fold,
+            dead_ends=self.dead_ends,
+        )
 
     def _fold_scale(self, product: fx.Node, blocked: Blocked) -> Pushed:
         try:
@@ -172,9 +199,9 @@ class Centring:
 
     def _cuts_for(self, blocked: Blocked, cuts: list[Cut]) -> Iterator[Cut]:
         """Where on the way from an obstacle to the norms the mean could be removed."""
+        cut_already = {value for cut in cuts for value in cut.values}
         if blocked.place is None:
             return
-        cut_already = {value for cut in cuts for value in cut.values}
         for value in _downstream(blocked):
             axis = _width_axis(value, blocked)
             if value in cut_already or axis is None:
@@ -184,7 +211,9 @@ class Centring:
                 if table.op == "placeholder" and table.meta["kind"] != "input":
                     yield Cut((value,), axis, None, describe(table))
                 return
-            for cut in self._boundaries(value, axis):
+            if (value, axis) not in self.boundaries:
+                self.boundaries[value, axis] = list(self._boundaries(value, axis))
+            for cut in self.boundaries[value, axis]:
                 if not cut_already & set(cut.values):
                     yield cut
 
