@@ -35,47 +35,120 @@ class _Mean:
         return math.exp(self.total / self.count)
 
 
-class _Fit:
-    """The least-squares factor ``r`` of ``y ≈ r z``, over all positions."""
+@dataclass(frozen=True)
+class Step:
+    """A sublayer whose norm moved onto its branch.
 
-    def __init__(self) -> None:
-        self.across, self.square, self.squared_y = 0.0, 0.0, 0.0
+    Attributes:
+        norm: the norm that made what the branch reads, in the original.
+        moved: the same norm in the converted model, where it gets the stream.
+        exits: modules that return what the branches add, with what the block multiplies them by.
+        spec: of the norm.
+    """
 
-    def add(self, y: Tensor, z: Tensor, axes: tuple[int, ...], *, centred: bool) -> None:
-        y, z = y.detach().to(torch.float64), z.detach().to(torch.float64)
-        if centred:
-            y, z = y - y.mean(axes, keepdim=True), z - z.mean(axes, keepdim=True)
-        self.across += float((y * z).sum())
-        self.square += float(z.square().sum())
-        self.squared_y += float(y.square().sum())
-
-    @property
-    def value(self) -> float:
-        """The factor; where scales of both signs leave none above 0, the ratio of the sizes."""
-        ratio = self.across / self.square
-        return ratio if ratio > 0 else math.sqrt(self.squared_y / self.square)
+    norm: str
+    moved: str
+    exits: tuple[tuple[str, float], ...]
+    spec: NormSpec
 
 
-def measure_ratios(
-    model: nn.Module, batches: Iterable[Inputs], norms: Mapping[str, NormSpec]
+class _Fitting:
+    """Fits and applies the factors of one run, sublayer after sublayer."""
+
+    def __init__(self, original: nn.Module, moved: nn.Module, steps: Sequence[Step]) -> None:
+        self.original, self.moved, self.steps = original, moved, steps
+        self.expected: dict[str, Tensor] = {}  # what the branch read, without the norm's shift
+        self.factors: dict[str, float] = {}
+
+    def keep(self, step: Step) -> Callable[..., None]:
+        """Note what the branch reads in the original."""
+        norm = self.original.get_submodule(step.norm)
+        shift = None if step.spec.bias is None else getattr(norm, step.spec.bias)
+
+        def hook(_module: nn.Module, _args: object, output: Tensor) -> None:
+            value = output.detach() if shift is None else output.detach() - shift.detach()
+            self.expected.setdefault(step.norm, value.to(torch.float64))
+
+        return hook
+
+    def fit(self, step: Step) -> Callable[..., None]:
+        """The factor between the stream as it arrives and what the branch was trained beside."""
+
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            if step.norm in self.expected and step.norm not in self.factors:
+                y, z = args[0].detach().to(torch.float64), self.expected.pop(step.norm)
+                self.factors[step.norm] = _factor(y, z, step.spec)
+
+        return hook
+
+    def scale(self, step: Step, times: float, *, leads: bool) -> Callable[..., Tensor | None]:
+        """The branch in that size, with the shift that the skip lacks."""
+        norm = self.original.get_submodule(step.norm)
+        shift = None if step.spec.bias is None else getattr(norm, step.spec.bias).detach()
+
+        def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
+            if step.norm not in self.factors:
+                return None
+            added = output if shift is None or not leads else output + shift / times
+            return self.factors[step.norm] * added
+
+        return hook
+
+
+def _factor(y: Tensor, z: Tensor, spec: NormSpec) -> float:
+    """The least-squares factor of ``y`` over ``z``, relative to the size of ``y`` at each position.
+
+    Without the weights a few large positions would decide. If it is not above 0, as with scales of
+    both signs, the ratio of the sizes.
+    """
+    y = y.reshape(z.shape)
+    if spec.centred:
+        y, z = y - y.mean(spec.axes, keepdim=True), z - z.mean(spec.axes, keepdim=True)
+    weight = 1.0 / y.square().mean(spec.axes, keepdim=True).clamp_min(1e-24)
+    square = float((weight * z.square()).sum())
+    ratio = float((weight * y * z).sum()) / square
+    return ratio if ratio > 0 else math.sqrt(float((weight * y.square()).sum()) / square)
+
+
+def fit_branch_factors(
+    original: nn.Module, moved: nn.Module, batches: Iterable[Inputs], steps: Sequence[Step]
 ) -> dict[str, float]:
-    """For each norm ``y → g n(y) + b`` the factor ``r`` of ``y ≈ r g n(y)``, by least squares.
+    """By norm of the original, the factor of the branch that reads it beside a clean skip.
+
+    In each batch the sublayers are fitted in order, each on the stream that the scaled branches
+    before it made; over batches the geometric mean is taken.
+
+    Args:
+        original: a post-norm model.
+        moved: the same with its norms on the branches, nothing scaled.
+        batches: what both are run on.
+        steps: the sublayers.
 
     Raises:
-        NormswapError: there is no batch, the model fails on one, or a norm is never called.
+        NormswapError: there is no batch, a model fails on one, or a norm is never called.
     """
-    fits = {name: _Fit() for name in norms}
-    handles: list[Any] = []
-    for name, spec in norms.items():
-        norm = model.get_submodule(name)
-        shift = None if spec.bias is None else getattr(norm, spec.bias)
-        hook = _of_norm(fits[name], spec, shift)
-        handles.append(norm.register_forward_hook(hook))
-    _run(model, batches, handles)
-    missing = next((name for name, fit in fits.items() if fit.square == 0.0), None)
+    found: dict[str, list[float]] = {step.norm: [] for step in steps}
+    for number, batch in enumerate(batches):
+        fitting = _Fitting(original, moved, steps)
+        handles: list[Any] = []
+        for step in steps:
+            norm = original.get_submodule(step.norm)
+            handles.append(norm.register_forward_hook(fitting.keep(step)))
+        _run(original, [batch], handles, number)
+        handles = []
+        for step in steps:
+            norm = moved.get_submodule(step.moved)
+            handles.append(norm.register_forward_pre_hook(fitting.fit(step)))
+            for place, (path, times) in enumerate(step.exits):
+                hook = fitting.scale(step, times, leads=place == 0)
+                handles.append(moved.get_submodule(path).register_forward_hook(hook))
+        _run(moved, [batch], handles, number)
+        for name, factor in fitting.factors.items():
+            found[name].append(factor)
+    missing = next((name for name, factors in found.items() if not factors), None)
     if missing is not None:
         raise NormswapError(f"calibration: no batch reached {missing!r}; give batches that do")
-    return {name: fit.value for name, fit in fits.items()}
+    return {n: math.exp(sum(map(math.log, f)) / len(f)) for n, f in found.items()}
 
 
 def measure_sizes(
@@ -163,24 +236,18 @@ def fit_identity(
             getattr(norm, spec.bias).copy_((seen.y - slope * seen.n) / seen.count)
 
 
-def _run(model: nn.Module, batches: Iterable[Inputs], handles: Sequence[Any]) -> None:
+def _run(
+    model: nn.Module, batches: Iterable[Inputs], handles: Sequence[Any], first: int = 0
+) -> None:
     """Run the model on each batch, and remove the hooks."""
     try:
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches, first):
             outcome = attempt(model, batch)
             if outcome.error:
                 raise NormswapError(f"calibration batch {number} does not run: {outcome.error}")
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _of_norm(fit: _Fit, spec: NormSpec, shift: Tensor | None) -> Callable[..., None]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        z = output if shift is None else output - shift
-        fit.add(args[0], z, spec.axes, centred=spec.centred)
-
-    return hook
 
 
 def _of_input(mean: _Mean, axes: tuple[int, ...], *, centred: bool) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from normswap.api import Example, carry_out, ready
 from normswap.boundaries import exit_of
-from normswap.calibration import fit_identity, measure_ratios, measure_sizes
+from normswap.calibration import Step, fit_branch_factors, fit_identity, measure_sizes
 from normswap.copying import copy_model
 from normswap.drift import branch_drift
 from normswap.errors import NormswapError, RefusedError
@@ -23,10 +23,11 @@ from normswap.placement_report import Placement
 from normswap.plan import Plan, SiteOutcome, fingerprint
 from normswap.reinitialise import INITIALISATIONS, reinitialise
 from normswap.report import Report
+from normswap.residual_graph import Chain
 from normswap.rewrites.native_placement import NativeResult, native_placement
 from normswap.rewrites.placement import SCALES, SKIPS, TARGETS, Wish
 from normswap.rewrites.placement import plan_placement as _plan_placement
-from normswap.structure import Reading, ResidualStructure, read_structure
+from normswap.structure import Reading, ResidualStructure, Stack, read_structure
 from normswap.verification import verify as compare
 
 __all__ = ["convert_placement", "plan_placement", "residual_structure"]
@@ -260,9 +261,9 @@ def _calibrated(
     Raises:
         RefusedError: no stack can be scaled, or it has no native form.
     """
-    ratios = _ratios(model, reading, batches)
+    factors = _branch_factors(model, reading, wish, batches)
     scaled = Plan("convert_placement", fingerprint(model))
-    planned = _plan_placement(model, reading, wish, None, ratios).plan
+    planned = _plan_placement(model, reading, wish, None, factors).plan
     weights = {row.target: row for row in planned.mapping if row.op == "calibrated"}
     scaled.edits = [e for e in planned.edits if e.target in weights or e.target.startswith("%")]
     copied = scaled.apply(model)
@@ -327,15 +328,15 @@ def _decide(
         RefusedError: no stack can be converted.
     """
     reading = read_structure(model, inputs)
-    constants = ratios = None
+    constants = factors = None
     forms = {stack.form for stack in reading.structure.stacks}
     if wish.to == "deepnorm" and batches is None and forms & {"pre", "parallel"}:
         raise NormswapError(_WANTING)
     if batches is not None and wish.to == "pre" and wish.skip == "clean":
-        ratios = _ratios(model, reading, batches)
+        factors = _branch_factors(model, reading, wish, batches)
     elif batches is not None:
         constants = _constants(model, reading, batches)
-    placed = _plan_placement(model, reading, wish, constants, ratios)
+    placed = _plan_placement(model, reading, wish, constants, factors)
     if not placed.plan.changed:
         _refuse(reading, placed.plan, wish)
     after = ResidualStructure(tuple(placed.stacks))
@@ -369,12 +370,35 @@ def _refuse(reading: Reading, plan: Plan, wish: Wish) -> None:
     raise RefusedError(f"no stack can be converted to {wish.to}: {why}")
 
 
-def _ratios(model: nn.Module, reading: Reading, batches: Sequence[Inputs]) -> dict[str, float]:
-    """For each norm on a stream how much larger its input is than its result without shift."""
-    norms = [n for c in reading.chains for n in c.embedding_norms]
-    norms += [n for c in reading.chains for r in c.residuals for n in r.stream_norms]
-    specs = {n.path: n.site.spec for n in norms if n.path is not None and n.site.spec is not None}
-    return measure_ratios(model, batches, specs)
+def _branch_factors(
+    model: nn.Module, reading: Reading, wish: Wish, batches: Sequence[Inputs]
+) -> dict[str, float]:
+    """What each branch is multiplied by beside a clean skip, by the norm that it reads."""
+    placed = _plan_placement(model, reading, wish)
+    steps: list[Step] = []
+    for chain, old, new in zip(
+        reading.chains, reading.structure.stacks, placed.stacks, strict=True
+    ):
+        if old.form != new.form:
+            steps += _steps(reading, chain, old, new)
+    return fit_branch_factors(model, placed.plan.apply(model), batches, steps)
+
+
+def _steps(reading: Reading, chain: Chain, old: Stack, new: Stack) -> list[Step]:
+    """The sublayers of a stack whose norms moved; none if a branch cannot be reached."""
+    specs = {site.site.name: site.site.spec for site in reading.sites}
+    steps: list[Step] = []
+    names = zip(chain.residuals, old.norms_read(), new.norms_read(), strict=False)
+    for residual, norm, moved in names:
+        spec = specs.get(norm or "")
+        if norm is None or moved is None or spec is None:
+            continue
+        try:
+            exits = [exit_of(reading.capture, residual, branch) for branch in residual.branches]
+        except Blocked:
+            return []
+        steps.append(Step(norm, moved, tuple((e.module, e.factor) for e in exits), spec))
+    return steps
 
 
 def _constants(model: nn.Module, reading: Reading, batches: Sequence[Inputs]) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """Scale the branches of a post-norm stack so that a clean skip carries what they were trained with.
 
 A post-norm sublayer adds ``f_k(x_k)`` to ``x_k = g n(y) + b``. After the rotation to pre-norm the
-branch still reads ``x_k``, but the clean skip carries ``y``, of another size and without ``b``.
-With ``r_k`` the factor by which ``y`` is ``g n(y)``, fitted by least squares over the calibration
-batches, the stream ``u_k ≈ c_k (x_k - b_k)`` is kept up by
+branch still reads ``x_k``, but the clean skip carries a stream ``u_k`` of another size, without
+``b``. With ``c_k`` the least-squares factor of ``u_k ≈ c_k (x_k - b)`` (both without their mean
+where the norm removes it), the branch becomes
 
-    ``c_k = c_{k-1} r_k``        and a branch of ``c_k (f_k + b_k)``
+    ``c_k (f_k + b)``
 
-since the next norm does not see the factor ``c_k``. Where all entries of ``g`` are equal and all
-tokens of one size it is exact up to eps. The factors go into the weights that end each branch.
+so that ``u_{k+1} ≈ c_k (x_k + f_k)``, whose factor the next norm does not see. Where all entries of
+``g`` are equal and all tokens of one size this is exact up to eps. The factors are fitted in order
+(:func:`normswap.calibration.fit_branch_factors`) and go into the weights that end each branch.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class BranchScales:
     Args:
         model: the model.
         tensors: its stored tensors by name.
-        ratios: ``r`` of each norm on the stream.
+        factors: ``c_k`` by the norm that makes ``x_k``.
     """
 
     def __init__(
-        self, model: nn.Module, tensors: Mapping[str, StoredTensor], ratios: Mapping[str, float]
+        self, model: nn.Module, tensors: Mapping[str, StoredTensor], factors: Mapping[str, float]
     ) -> None:
         shapes = {t.name: t.shape for t in tensors.values()}
         self.tensors = {t.name: t for t in tensors.values()}
         self.program = Program(lambda name: stored_value(model, name), shapes.__getitem__)
-        self.ratios = ratios
+        self.factors = factors
         self.constants: dict[str, float] = {}
         self.notes: list[str] = []
 
@@ -51,13 +52,14 @@ class BranchScales:
         Raises:
             Blocked: what ends a branch cannot take a factor.
         """
-        factor = 1.0
         for residual, norm in zip(chain.residuals, in_front, strict=True):
             if norm is None:
                 continue
-            factor *= self.ratios[norm.site.name]
+            if norm.site.name not in self.factors:
+                raise Blocked("boundary", f"the branch behind {norm.site.name!r} cannot be reached")
+            factor = self.factors[norm.site.name]
             self._scale_branches(residual, factor)
-            self._add_shift(residual, norm)
+            self._add_shift(residual, norm, factor)
 
     def mark(self) -> object:
         """What :meth:`rollback` goes back to."""
@@ -96,15 +98,14 @@ class BranchScales:
         commit(self.program, pushed)
         for tensor, _ in pushed.tensors():
             self.constants[tensor.name] = factor
-        self.factor = factor
 
-    def _add_shift(self, residual: Residual, norm: GraphSite) -> None:
+    def _add_shift(self, residual: Residual, norm: GraphSite, factor: float) -> None:
         """The norm's shift, which the skip does not carry any more, into one branch's bias."""
         shift = norm.tensors.get("bias")
         if shift is None:
             return
         value = residual.branches[0].value
-        ref = self.program.emit("times", (shift.name, 0), factor=self.factor)
+        ref = self.program.emit("times", (shift.name, 0), factor=factor)
         shape = [1] * (len(value.meta["shape"]) - 1) + [shift.shape[-1]]
         vector = Vector(self.program, ref, shift.shape).reshape(tuple(shape))
         try:
@@ -116,7 +117,7 @@ class BranchScales:
             return
         commit(self.program, pushed)
         for tensor, _ in pushed.tensors():
-            self.constants.setdefault(tensor.name, self.factor)
+            self.constants.setdefault(tensor.name, factor)
 
     def _constant(self, value: fx.Node, number: float) -> Vector:
         shape = [1] * (len(value.meta["shape"]) - 1) + [value.meta["shape"][-1]]

@@ -86,7 +86,7 @@ def plan_placement(
     reading: Reading,
     wish: Wish,
     constants: Constants | None = None,
-    ratios: Constants | None = None,
+    factors: Constants | None = None,
 ) -> Placed:
     """Plan the conversion of each stack; one that cannot be converted is refused as a whole.
 
@@ -95,10 +95,11 @@ def plan_placement(
         reading: its structure.
         wish: what to convert to.
         constants: measured sizes, where calibrated ones are asked for.
-        ratios: for the clean skip: by norm on the stream, the factor that it divides by.
+        factors: for the clean skip: by norm on the stream, what the branch that reads it is
+            multiplied by.
     """
     placed = Placed(Plan("convert_placement", fingerprint(model)))
-    scales = BranchScales(model, reading.capture.tensors, ratios) if ratios is not None else None
+    scales = BranchScales(model, reading.capture.tensors, factors) if factors is not None else None
     answered: set[str] = set()
     for chain, stack in zip(reading.chains, reading.structure.stacks, strict=True):
         part = _Conversion(model, reading, chain, stack, wish, constants, scales)
