@@ -14,7 +14,7 @@ from normswap.capture import Capture, ModuleCall
 from normswap.dataflow import CASTS, RESHAPES, op_name
 from normswap.graphs import calls_around
 from normswap.maps import Blocked
-from normswap.residual_graph import Branch, Residual
+from normswap.residual_graph import Branch, Residual, reads_numbers
 
 _SAME_VALUE = CASTS | {"dropout", "feature_dropout"}
 _KEEPS_LAST_AXIS = _SAME_VALUE | RESHAPES
@@ -49,7 +49,7 @@ def entries(capture: Capture, fork: fx.Node, inside: Collection[fx.Node]) -> lis
     while queue:
         value = queue.pop()
         for reader in value.users:
-            if reader not in inside or reader.meta.get("unread"):
+            if reader not in inside or not reads_numbers(reader, value):
                 continue
             call = _taking(value, reader, inside)
             if call is not None:
@@ -66,7 +66,7 @@ def entries(capture: Capture, fork: fx.Node, inside: Collection[fx.Node]) -> lis
 
 def _taking(value: fx.Node, reader: fx.Node, inside: Collection[fx.Node]) -> ModuleCall | None:
     """The outermost call around ``reader`` that takes ``value`` and holds no foreign reader."""
-    readers = [user for user in value.users if not user.meta.get("unread")]
+    readers = [user for user in value.users if reads_numbers(user, value)]
     taking: ModuleCall | None = None
     for call in calls_around(reader):
         if value not in call.arguments.values():
@@ -87,7 +87,7 @@ def exit_of(capture: Capture, residual: Residual, branch: Branch) -> Exit:
     node, factor = branch.value, branch.outer_scale
     below: Collection[fx.Node] = {*residual.sums, *branch.joins}
     while True:
-        if any(user not in below for user in node.users if not user.meta.get("unread")):
+        if any(user not in below for user in node.users if reads_numbers(user, node)):
             detail = f"what the branch in {_place(node)} adds is read elsewhere too"
             raise Blocked("other-reader", detail)
         call = _returning(capture, node, residual)
@@ -141,7 +141,7 @@ def value_readers(value: fx.Node) -> list[fx.Node]:
     """The readers of a value, looking through casts, dropout and reshapes of its rows."""
     readers: list[fx.Node] = []
     for user in value.users:
-        if user.meta.get("unread"):
+        if not reads_numbers(user, value):
             continue
         passes = user.op == "call_function" and _keeps_last_axis(user, value) and user.users
         readers += value_readers(user) if passes else [user]

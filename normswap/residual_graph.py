@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall
-from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, is_stored, op_name, permutation
+from normswap.dataflow import (
+    CASTS,
+    PERMUTATIONS,
+    RESHAPES,
+    is_stored,
+    lends_shape,
+    op_name,
+    permutation,
+)
 from normswap.find import GraphSite
 from normswap.graphs import calls_around
 
@@ -144,9 +152,12 @@ class _Reader:
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
         if _are_scores(node):
             return None
-        if len(operands) != 2 or any(o.meta.get("shape") != node.meta["shape"] for o in operands):
+        shape = node.meta["shape"]
+        if len(operands) != 2 or any(not _is_of_shape(o, shape) for o in operands):
             return None
         for skip, branch in (operands, operands[::-1]):
+            if skip.meta["shape"] != shape:
+                continue
             found = self._fork(skip, branch)
             if found is None:
                 continue
@@ -274,7 +285,7 @@ class _Reader:
         while queue:
             node = queue.pop()
             for user in node.users:
-                if user not in branch.inside or user in seen or user.meta.get("unread"):
+                if user not in branch.inside or user in seen or not reads_numbers(user, node):
                     continue
                 seen.add(user)
                 if user in self.norms:
@@ -424,6 +435,13 @@ def _size(site: GraphSite) -> int | None:
     return None if weight is None else math.prod(weight.shape)
 
 
+def _is_of_shape(value: fx.Node, shape: Sequence[int]) -> bool:
+    """Whether a value has this shape, but for leading axes of size one that it may lack."""
+    own = list(value.meta.get("shape", ()))
+    missing = len(shape) - len(own)
+    return missing >= 0 and [1] * missing + own == list(shape)
+
+
 def _terms(node: fx.Node) -> list[fx.Node]:
     """The values that an op adds up."""
     terms: Sequence[object] = ()
@@ -446,6 +464,11 @@ def _are_scores(node: fx.Node) -> bool:
             if op_name(user) in _MOVES | {"add"} and user.meta.get("shape") == node.meta["shape"]:
                 queue.append(user)
     return False
+
+
+def reads_numbers(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether an op reads more of a value than its shape, and something comes of it."""
+    return not reader.meta.get("unread") and not lends_shape(value, reader)
 
 
 def _is_data(value: object) -> bool:

@@ -27,7 +27,7 @@ from normswap.dataflow.rule import (
     op_name,
     permutation,
 )
-from normswap.dataflow.table import RULES, rule_for
+from normswap.dataflow.table import RULES, lends_shape, rule_for
 
 __all__ = [
     "CASTS",
@@ -42,6 +42,7 @@ __all__ = [
     "affine_axes",
     "batch_norm_operands",
     "is_stored",
+    "lends_shape",
     "norm_axes",
     "norm_call",
     "op_name",
