@@ -137,6 +137,17 @@ def is_read_as_it_is(node: fx.Node, value: fx.Node) -> bool:
     return node is value
 
 
+def skips_as_it_is(residual: Residual) -> bool:
+    """Whether the skip of a sublayer is its fork, looked through casts, dropout and reshapes."""
+    added = {n for b in residual.branches for n in (b.value, *b.joins)}
+    streams = [residual.fork, *residual.sums]
+    skips = [a for s in residual.sums for a in s.args[:2] if a not in added]
+    return all(
+        isinstance(skip, fx.Node) and any(is_read_as_it_is(skip, value) for value in streams)
+        for skip in skips
+    )
+
+
 def value_readers(value: fx.Node) -> list[fx.Node]:
     """The readers of a value, looking through casts, dropout and reshapes of its rows."""
     readers: list[fx.Node] = []

@@ -35,6 +35,7 @@ from normswap.boundaries import (
     exit_of,
     identities,
     is_read_as_it_is,
+    skips_as_it_is,
     value_readers,
 )
 from normswap.find import GraphSite
@@ -410,6 +411,7 @@ class _Conversion:
         for index, residual in enumerate(self.chain.residuals):
             self._require_closed(index, residual)
         final = self.chain.final_norms[:1]
+        _require_one_evaluation(final[0])
         self._require_readers(last.output, {i.y for n in final for i in n.instances}, "the last")
         mode = "deep" if to == "deepnorm" else {"none": "rotated"}.get(self.wish.scale, "unit")
         rows = [self._unit_sublayer(i, r, mode) for i, r in enumerate(self.chain.residuals)]
@@ -445,6 +447,8 @@ class _Conversion:
             raise Blocked(
                 "raw-reader", f"a branch of sublayer {index} reads the stream without norm"
             )
+        if not skips_as_it_is(residual):
+            raise Blocked("op", f"the skip of sublayer {index} is rearranged, scaled or masked")
         if index == 0:
             return
         before = self.chain.residuals[index - 1].output
@@ -508,6 +512,8 @@ class _Conversion:
             if len(residual.stream_norms) != 1:
                 raise Blocked("form", f"sublayer {index} has no norm behind its sum")
             _require_one_evaluation(residual.stream_norms[0])
+            if norms:
+                _require_next(norms[-1], residual, residual.stream_norms[0])
             norms += residual.stream_norms
         last = norms[-1]
         assert last.path is not None
@@ -538,6 +544,14 @@ def _require_one_evaluation(norm: GraphSite) -> None:
         raise Blocked("functional", f"{norm.site.name!r} is no module that could be moved")
     if len(norm.instances) != 1:
         raise Blocked("shared", f"{norm.site.name!r} is called more than once")
+
+
+def _require_next(before: GraphSite, residual: Residual, behind: GraphSite) -> None:
+    """The stream between the norms of two sublayers must be one value in one shape."""
+    x, y = before.instances[0].y, behind.instances[0].x
+    same_shape = x.meta["shape"] == y.meta["shape"]
+    if not same_shape or not is_read_as_it_is(residual.fork, x):
+        raise Blocked("op", f"what {before.site.name!r} returns is rearranged before it is read")
 
 
 def _spec(norm: GraphSite) -> NormSpec:
