@@ -222,7 +222,7 @@ class _Conversion:
                     f"{self._where()} has no norm on its embeddings: the first sublayer reads the "
                     "stream as it is"
                 )
-                sublayers[index] = replace(sublayers[index], form="pre", stream_norms=())
+                sublayers[index] = replace(sublayers[index], form="none", stream_norms=())
                 continue
             name = self._move(norm, residual)
             sublayers[index] = replace(
@@ -240,7 +240,8 @@ class _Conversion:
             return self.stack
         final = (*last, *self.stack.final_norms)
         kept = self.stack.embedding_norms[:-1] if self._in_front(0) else ()
-        return Stack(self.stack.name, "pre", tuple(sublayers), kept, final)
+        form = "pre" if all(s.form == "pre" for s in sublayers) else "mixed"
+        return Stack(self.stack.name, form, tuple(sublayers), kept, final)
 
     def _in_front(self, index: int) -> GraphSite | None:
         """The norm that makes what sublayer ``index`` reads."""
