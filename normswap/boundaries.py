@@ -78,7 +78,7 @@ def _taking(value: fx.Node, reader: fx.Node, inside: Collection[fx.Node]) -> Mod
 
 
 def exit_of(capture: Capture, residual: Residual, branch: Branch) -> Exit:
-    """The outermost module that returns the branch, looked through a constant and dropout.
+    """The outermost module that returns the branch, looked through a constant and what keeps rows.
 
     Raises:
         Blocked: the branch ends in code of the block, something else reads it, or the module is
@@ -108,11 +108,11 @@ def _returning(capture: Capture, node: fx.Node, residual: Residual) -> ModuleCal
 
 
 def _without_constant(node: fx.Node) -> tuple[fx.Node | None, float]:
-    """The value behind a cast, dropout or a product with a number."""
+    """The value behind a cast, dropout, a reshape of its rows or a product with a number."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):
         return None, 1.0
-    if op_name(node) in _SAME_VALUE:
+    if _keeps_last_axis(node, source):
         return source, 1.0
     number = node.args[1] if op_name(node) in ("mul", "div") else None
     if isinstance(number, (int, float)) and number != 0:
