@@ -240,8 +240,7 @@ class _Conversion:
             return self.stack
         final = (*last, *self.stack.final_norms)
         kept = self.stack.embedding_norms[:-1] if self._in_front(0) else ()
-        form = "pre" if all(s.form == "pre" for s in sublayers) else "mixed"
-        return Stack(self.stack.name, form, tuple(sublayers), kept, final)
+        return Stack(self.stack.name, _form_of_all(sublayers), tuple(sublayers), kept, final)
 
     def _in_front(self, index: int) -> GraphSite | None:
         """The norm that makes what sublayer ``index`` reads."""
@@ -353,11 +352,12 @@ class _Conversion:
     def _rotate_and_close(self) -> Stack:
         closed = self._close_branches()  # while the norms are where they were
         after = self._rotate()
+        forms = {"pre": "sandwich", "none": "branch-output"}
         sublayers = [
-            replace(s, form="sandwich", output_norms=c.output_norms)
+            replace(s, form=forms[s.form], output_norms=c.output_norms)
             for s, c in zip(after.sublayers, closed.sublayers, strict=True)
         ]
-        return replace(after, form="sandwich", sublayers=tuple(sublayers))
+        return replace(after, form=_form_of_all(sublayers), sublayers=tuple(sublayers))
 
     def _close_branches(self) -> Stack:
         """A new norm behind each branch."""
@@ -562,6 +562,11 @@ def _spec(norm: GraphSite) -> NormSpec:
 
 def _normaliser(spec: NormSpec) -> tuple[object, ...]:
     return spec.kind, spec.axes, spec.eps
+
+
+def _form_of_all(sublayers: Sequence[Sublayer]) -> str:
+    forms = {sublayer.form for sublayer in sublayers}
+    return forms.pop() if len(forms) == 1 else "mixed"
 
 
 def _output_norms(chain: Chain) -> list[GraphSite]:

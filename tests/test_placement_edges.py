@@ -1,0 +1,143 @@
+"""Residual stacks at the edge of what can be read and converted, each written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normswap as ns
+
+WIDTH = 6
+
+
+def random_norm() -> nn.LayerNorm:
+    """A norm with scales of both signs, one of them zero, and shifts."""
+    norm = nn.LayerNorm(WIDTH)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    with torch.no_grad():
+        norm.weight[2] = 0.0
+    return norm
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH))
+
+
+class PreNormStack(nn.Module):
+    """Two pre-norm sublayers and a final norm; a subclass changes one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, WIDTH)
+        self.first, self.second = mlp(), mlp()
+        self.norms = nn.ModuleList([random_norm(), random_norm()])
+        self.final = random_norm()
+        self.head = nn.Linear(WIDTH, 3)
+        self.double()
+        self.eval()
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.embed(x)
+
+    def skip(self, x: Tensor) -> Tensor:
+        return x
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.first(self.norms[0](x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        x = self.skip(x) + self.branch(x)
+        x = x + self.second(self.norms[1](x))
+        return self.head(self.final(x))
+
+
+class FinalNormTwice(PreNormStack):
+    def start(self, x: Tensor) -> Tensor:
+        return self.final(self.embed(x))
+
+
+class ScaledSkip(PreNormStack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def skip(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class BranchWithoutBatch(PreNormStack):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.first(self.norms[0](x).squeeze(0))
+
+
+class BorrowedShape(PreNormStack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.first(self.norms[0](x) + self.shift.expand_as(x))
+
+
+class FlattenedRows(PreNormStack):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.first(self.norms[0](x).reshape(-1, WIDTH)).reshape(x.shape)
+
+
+class PostNormStack(PreNormStack):
+    """Two post-norm sublayers, with a second norm on a part of the stream in between."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = self.norms[0](x + self.first(x))[:, : self.rows]
+        return self.head(self.norms[1](x + self.second(x)))
+
+
+def example(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 5, 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def assert_same_function(model: nn.Module, new: nn.Module, x: Tensor) -> None:
+    before, after = model(x).detach(), new(x).detach()
+    assert float((before - after).abs().max() / before.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("make", [PreNormStack, BranchWithoutBatch, BorrowedShape, FlattenedRows])
+def test_stack_reads_as_pre_norm_and_converts_exactly(make: type[PreNormStack]) -> None:
+    model, x = make(), example(1)
+    assert ns.residual_structure(model, x).form == "pre"
+    new, _ = ns.convert_placement(model, "post", x)
+    assert_same_function(model, new, x)
+
+
+@pytest.mark.parametrize(("make", "code"), [(FinalNormTwice, "shared"), (ScaledSkip, "op")])
+def test_unit_stream_is_refused_where_it_would_be_wrong(
+    make: type[PreNormStack], code: str
+) -> None:
+    model, x = make(), example()
+    with pytest.raises(ns.RefusedError, match=f"{code}: "):
+        ns.convert_placement(model, "post", x)
+
+
+def test_second_stream_is_refused_where_rows_are_cut_off() -> None:
+    with pytest.raises(ns.RefusedError, match="op: "):
+        ns.convert_placement(PostNormStack(rows=3), "residual-dual", example())
+
+
+def test_rotation_says_that_no_norm_stands_in_front_of_the_first_sublayer() -> None:
+    model, x = PostNormStack(rows=5), example()
+    new, report = ns.convert_placement(model, "pre", x)
+    assert report.placement is not None
+    promised = report.placement.after.stacks[0]
+    read = ns.residual_structure(new, x).stacks[0]
+    assert promised.form == read.form == "mixed"
+    assert [s.form for s in promised.sublayers] == [s.form for s in read.sublayers]
+    assert [s.form for s in read.sublayers] == ["none", "pre"]
