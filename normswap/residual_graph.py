@@ -311,20 +311,61 @@ class _Reader:
     def _outermost(self, residuals: list[Residual]) -> list[Residual]:
         """Without sums inside a branch, and without skips around whole sublayers."""
         insides = {r: set[fx.Node]().union(*(b.inside for b in r.branches)) for r in residuals}
-        long = {
+        own = [
             r
             for r in residuals
+            if not self._adds_to_normed_stream(r, residuals)
+            and not any(self._feeds(r, o, insides[o]) for o in residuals)
+        ]
+        long = {
+            r
+            for r in own
             if any(
                 o is not r and o.output in insides[r] and self._same_stream(o.fork, r.fork)
-                for o in residuals
+                for o in own
             )
         }
-        kept = [r for r in residuals if r not in long]
+        kept = [r for r in own if r not in long]
         return [
             r
             for r in kept
             if not any(o is not r and r.output in insides[o] and r.fork in insides[o] for o in kept)
         ]
+
+    def _feeds(self, residual: Residual, other: Residual, inside: set[fx.Node]) -> bool:
+        """Whether a sum only feeds another one's branch: positions added to the stream, say.
+
+        That branch reads the stream beside it, and the other sum goes on with the stream itself.
+        """
+        if residual is other or residual.output not in inside:
+            return False
+        if any(value is other.fork for b in residual.branches for value in self._moved(b.value)):
+            return True
+        if residual.fork is not other.fork:
+            return False
+        reached = {*residual.sums, *(n for b in residual.branches for n in b.inside)}
+        readers = [n for n in other.fork.users if n in inside and reads_numbers(n, other.fork)]
+        return any(reader not in reached for reader in readers)
+
+    def _adds_to_normed_stream(self, residual: Residual, residuals: list[Residual]) -> bool:
+        """Whether a branch is the stream of other sublayers behind a norm.
+
+        Then something is added to what a block or a stack reads: positions that the stream has met
+        before, or the stream of an earlier stage.
+        """
+        outputs = {other.output for other in residuals if other is not residual}
+        return any(
+            norms and value in outputs
+            for branch in residual.branches
+            for value, norms in self._origins(branch.value)
+        )
+
+    def _moved(self, value: fx.Node) -> Iterator[fx.Node]:
+        """The values that ``value`` was handed on from."""
+        here: fx.Node | None = value
+        while here is not None:
+            yield here
+            here, _ = self._handed_on(here)
 
     def _same_stream(self, later: fx.Node, earlier: fx.Node) -> bool:
         return later is earlier or any(value is earlier for value, _ in self._origins(later))

@@ -141,3 +141,36 @@ def test_rotation_says_that_no_norm_stands_in_front_of_the_first_sublayer() -> N
     assert promised.form == read.form == "mixed"
     assert [s.form for s in promised.sublayers] == [s.form for s in read.sublayers]
     assert [s.form for s in read.sublayers] == ["none", "pre"]
+
+
+class PositionsInEachLayer(PreNormStack):
+    """Positions are added to what attention compares, as in DETR; the memory is read with them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.place, self.query = nn.Linear(4, WIDTH).double(), nn.Linear(4, WIDTH).double()
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True).double() for _ in range(3)
+        )
+
+    def attend(self, number: int, x: Tensor, memory: Tensor, places: Tensor) -> Tensor:
+        attention = self.attention[number]
+        return attention(x + places, memory + places, memory, need_weights=False)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        places, h = self.place(x), self.embed(x)
+        if self.kind == "of the stream":
+            places = self.place(x[..., :4] + self.head(h)[..., :1])
+        for number in range(2):
+            h = self.norms[number](h + self.attend(number, h, h, places))
+        y = self.query(x)
+        return self.head(self.final(y + self.attend(2, y, h, places)))
+
+
+@pytest.mark.parametrize("kind", ["of the input", "of the stream"])
+def test_positions_added_in_each_layer_are_no_sublayers(kind: str) -> None:
+    found = ns.residual_structure(PositionsInEachLayer(kind), example())
+    assert [[s.form for s in stack.sublayers] for stack in found.stacks] == [["post"] * 2, ["post"]]
+    assert [s.kind for s in found.stacks[0].sublayers] == ["attention"] * 2
+    assert found.stacks[1].sublayers[0].kind == "cross-attention"
