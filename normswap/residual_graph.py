@@ -317,20 +317,26 @@ class _Reader:
             if not self._adds_to_normed_stream(r, residuals)
             and not any(self._feeds(r, o, insides[o]) for o in residuals)
         ]
-        long = {
-            r
-            for r in own
-            if any(
-                o is not r and o.output in insides[r] and self._same_stream(o.fork, r.fork)
-                for o in own
-            )
-        }
+        long = {r for r in own if self._is_around(r, [o for o in own if o.output in insides[r]])}
         kept = [r for r in own if r not in long]
         return [
             r
             for r in kept
             if not any(o is not r and r.output in insides[o] and r.fork in insides[o] for o in kept)
         ]
+
+    def _is_around(self, residual: Residual, inner: list[Residual]) -> bool:
+        """Whether a sum skips whole sublayers: on its own stream, or without a norm where they do.
+
+        The second is a skip around a stack that has an embedding of its own, as in a U-Net.
+        """
+        inner = [other for other in inner if other is not residual]
+        if any(self._same_stream(other.fork, residual.fork) for other in inner):
+            return True
+        return not self._is_normed(residual) and sum(map(self._is_normed, inner)) > 1
+
+    def _is_normed(self, residual: Residual) -> bool:
+        return _has_norms(residual) or any(user in self.norms for user in residual.output.users)
 
     def _feeds(self, residual: Residual, other: Residual, inside: set[fx.Node]) -> bool:
         """Whether a sum only feeds another one's branch: positions added to the stream, say.

@@ -174,3 +174,28 @@ def test_positions_added_in_each_layer_are_no_sublayers(kind: str) -> None:
     assert [[s.form for s in stack.sublayers] for stack in found.stacks] == [["post"] * 2, ["post"]]
     assert [s.kind for s in found.stacks[0].sublayers] == ["attention"] * 2
     assert found.stacks[1].sublayers[0].kind == "cross-attention"
+
+
+class SkipAroundAStack(PreNormStack):
+    """The stream goes through another embedding into the sublayers and out again, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+        self.outer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        h = self.inner(x)
+        h = h + self.first(self.norms[0](h))
+        h = h + self.second(self.norms[1](h))
+        return self.head(x + self.outer(self.final(h)))
+
+
+def test_skip_around_a_stack_is_no_sublayer() -> None:
+    model, x = SkipAroundAStack(), example()
+    found = ns.residual_structure(model, x)
+    assert [[s.form for s in stack.sublayers] for stack in found.stacks] == [["pre", "pre"]]
+    assert found.stacks[0].final_norms == ("final",)
+    new, _ = ns.convert_placement(model, "post", x)
+    assert_same_function(model, new, x)
