@@ -199,3 +199,34 @@ def test_skip_around_a_stack_is_no_sublayer() -> None:
     assert found.stacks[0].final_norms == ("final",)
     new, _ = ns.convert_placement(model, "post", x)
     assert_same_function(model, new, x)
+
+
+class Joint(nn.Module):
+    """One module with a branch for each of two streams, as in LiLT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(a), self.second(b)
+
+
+class TwoStreams(PreNormStack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.joint, self.embed_other = Joint().double(), nn.Linear(4, WIDTH).double()
+        self.inner = nn.ModuleList(random_norm().double() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.norms[0](self.embed(x)), self.norms[1](self.embed_other(x))
+        f, g = self.joint(a, b)
+        return self.head(self.inner[0](a + f) + self.inner[1](b + g))
+
+
+def test_norms_of_two_streams_move_onto_one_module() -> None:
+    model, x = TwoStreams(), example()
+    new, _ = ns.convert_placement(model, "pre", x)
+    assert [s.form for s in ns.residual_structure(new, x).stacks] == ["pre", "pre"]
+    moved = {name for name, _ in new.named_modules() if name.startswith("joint.input_norm")}
+    assert moved == {"joint.input_norm", "joint.input_norm_2"}

@@ -87,12 +87,13 @@ def plan_placement(
     """
     placed = Placed(Plan("convert_placement", fingerprint(model)))
     answered: set[str] = set()
+    taken: dict[str, set[str]] = {}
     for chain, stack in zip(reading.chains, reading.structure.stacks, strict=True):
-        part = _Conversion(model, reading, chain, stack, wish, constants)
+        part = _Conversion(model, reading, chain, stack, wish, constants, taken)
         try:
             after = part.convert()
         except Blocked as blocked:
-            part = _Conversion(model, reading, chain, stack, wish, constants)
+            part = _Conversion(model, reading, chain, stack, wish, constants, taken)
             part.refuse(blocked)
             after = stack
         part.add_to(placed.plan, answered)
@@ -115,7 +116,9 @@ class _Conversion:
         stack: Stack,
         wish: Wish,
         constants: Constants | None,
+        taken: dict[str, set[str]],
     ) -> None:
+        self.taken = taken  # by module, the names of the children that it is to get
         self.model, self.reading, self.chain, self.stack = model, reading, chain, stack
         self.wish, self.constants = wish, constants
         self.edits: list[Edit] = []
@@ -189,6 +192,13 @@ class _Conversion:
 
     def _where(self) -> str:
         return f"the stack in {self.stack.name or 'the model'!r}"
+
+    def _free_name(self, path: str, name: str) -> str:
+        """A name for a new child of a module, which no other stack gives it either."""
+        taken = self.taken.setdefault(path, set())
+        child = free_name(self.model.get_submodule(path), name, taken)
+        taken.add(child)
+        return child
 
     def _keeps_function(self) -> bool:
         """Whether norms move in front of the fork, onto branch and skip."""
@@ -292,7 +302,7 @@ class _Conversion:
     def _moved(self, norm: GraphSite, where: Sequence[Entry]) -> str:
         to: list[list[object]] = []
         for entry in where:
-            child = free_name(self.model.get_submodule(entry.module), INPUT_NORM)
+            child = self._free_name(entry.module, INPUT_NORM)
             to.append([entry.module, child, list(entry.arguments)])
         names = [_joined(str(path), str(child)) for path, child, _ in to]
         edit = ModuleEdit("move_norm", str(norm.path), {"names": list(norm.site.names), "to": to})
@@ -372,7 +382,7 @@ class _Conversion:
 
     def _add_norm(self, like: GraphSite, residual: Residual) -> str:
         where = exit_of(self.reading.capture, residual, residual.branches[0])
-        child = free_name(self.model.get_submodule(where.module), OUTPUT_NORM)
+        child = self._free_name(where.module, OUTPUT_NORM)
         name = _joined(where.module, child)
         params = {"like": like.path, "child": child}
         self.module_edits.append(ModuleEdit("add_norm", where.module, params))
@@ -518,7 +528,7 @@ class _Conversion:
             norms += residual.stream_norms
         last = norms[-1]
         assert last.path is not None
-        child = free_name(self.model.get_submodule(last.path), SECOND_NORM)
+        child = self._free_name(last.path, SECOND_NORM)
         params = {"norms": [norm.path for norm in norms], "child": child}
         self.module_edits.append(ModuleEdit("second_stream", self.stack.name, params))
         self._new_tensors(last, _joined(last.path, child), 0.0)
