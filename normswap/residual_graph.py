@@ -319,11 +319,23 @@ class _Reader:
         ]
         long = {r for r in own if self._is_around(r, [o for o in own if o.output in insides[r]])}
         kept = [r for r in own if r not in long]
-        return [
-            r
-            for r in kept
-            if not any(o is not r and r.output in insides[o] and r.fork in insides[o] for o in kept)
-        ]
+        return [r for r in kept if not any(self._is_nested(r, o, insides[o]) for o in kept)]
+
+    def _is_nested(self, residual: Residual, other: Residual, inside: set[fx.Node]) -> bool:
+        """Whether a sum belongs to another one's branch; one on a stream of its own goes on."""
+        if residual is other or not {residual.output, residual.fork} <= inside:
+            return False
+        queue, end = [residual.output], inside | set(other.sums)
+        while queue:
+            value = queue.pop()
+            for user in value.users:
+                if user.op != "call_function" or not reads_numbers(user, value):
+                    continue
+                if user not in end:
+                    return False
+                if user in inside and (user in self.norms or self._handed_on(user)[0] is value):
+                    queue.append(user)
+        return True
 
     def _is_around(self, residual: Residual, inner: list[Residual]) -> bool:
         """Whether a sum skips whole sublayers: on its own stream, or without a norm where they do.

@@ -230,3 +230,28 @@ def test_norms_of_two_streams_move_onto_one_module() -> None:
     assert [s.form for s in ns.residual_structure(new, x).stacks] == ["pre", "pre"]
     moved = {name for name, _ in new.named_modules() if name.startswith("joint.input_norm")}
     assert moved == {"joint.input_norm", "joint.input_norm_2"}
+
+
+class TwoWayStreams(PreNormStack):
+    """Two streams whose sublayers read each other, as in the mask decoder of SAM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.cross = nn.Linear(4, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+        self.back = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.inner = nn.ModuleList(random_norm().double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.embed(x), self.other(x)
+        a = self.norms[0](a + self.cross(b).tanh())
+        for number, block in enumerate((self.first, self.second)):
+            a = self.inner[number](a + block(a + b))
+            b = self.norms[1](b + self.back[number](a * b)) if number == 0 else b
+        return self.head(self.final(a)) + self.head(b)
+
+
+def test_sublayer_that_another_stream_reads_is_not_lost() -> None:
+    model, x = TwoWayStreams(), example()
+    stacks = ns.residual_structure(model, x).stacks
+    norms = {n for stack in stacks for s in stack.sublayers for n in s.stream_norms}
+    assert {"inner.0", "inner.1", "norms.1"} <= norms
