@@ -249,7 +249,8 @@ class _Conversion:
         if self._keeps_function():
             return self.stack
         final = (*last, *self.stack.final_norms)
-        kept = self.stack.embedding_norms[:-1] if self._in_front(0) else ()
+        before = self.stack.embedding_norms
+        kept = before[:-1] if self._in_front(0) else before
         return Stack(self.stack.name, _form_of_all(sublayers), tuple(sublayers), kept, final)
 
     def _in_front(self, index: int) -> GraphSite | None:
