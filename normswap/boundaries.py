@@ -14,7 +14,7 @@ from normswap.capture import Capture, ModuleCall
 from normswap.dataflow import CASTS, RESHAPES, op_name
 from normswap.graphs import calls_around
 from normswap.maps import Blocked
-from normswap.residual_graph import Branch, Residual
+from normswap.residual_graph import Branch, Residual, reads_numbers
 
 _SAME_VALUE = CASTS | {"dropout", "feature_dropout"}
 _KEEPS_LAST_AXIS = _SAME_VALUE | RESHAPES
@@ -49,7 +49,7 @@ def entries(capture: Capture, fork: fx.Node, inside: Collection[fx.Node]) -> lis
     while queue:
         value = queue.pop()
         for reader in value.users:
-            if reader not in inside or reader.meta.get("unread"):
+            if reader not in inside or not reads_numbers(reader, value):
                 continue
             call = _taking(value, reader, inside)
             if call is not None:
@@ -66,7 +66,7 @@ def entries(capture: Capture, fork: fx.Node, inside: Collection[fx.Node]) -> lis
 
 def _taking(value: fx.Node, reader: fx.Node, inside: Collection[fx.Node]) -> ModuleCall | None:
     """The outermost call around ``reader`` that takes ``value`` and holds no foreign reader."""
-    readers = [user for user in value.users if not user.meta.get("unread")]
+    readers = [user for user in value.users if reads_numbers(user, value)]
     taking: ModuleCall | None = None
     for call in calls_around(reader):
         if value not in call.arguments.values():
@@ -78,7 +78,7 @@ def _taking(value: fx.Node, reader: fx.Node, inside: Collection[fx.Node]) -> Mod
 
 
 def exit_of(capture: Capture, residual: Residual, branch: Branch) -> Exit:
-    """The outermost module that returns the branch, looked through a constant and dropout.
+    """The outermost module that returns the branch, looked through a constant and what keeps rows.
 
     Raises:
         Blocked: the branch ends in code of the block, something else reads it, or the module is
@@ -87,7 +87,7 @@ def exit_of(capture: Capture, residual: Residual, branch: Branch) -> Exit:
     node, factor = branch.value, branch.outer_scale
     below: Collection[fx.Node] = {*residual.sums, *branch.joins}
     while True:
-        if any(user not in below for user in node.users if not user.meta.get("unread")):
+        if any(user not in below for user in node.users if reads_numbers(user, node)):
             detail = f"what the branch in {_place(node)} adds is read elsewhere too"
             raise Blocked("other-reader", detail)
         call = _returning(capture, node, residual)
@@ -108,11 +108,11 @@ def _returning(capture: Capture, node: fx.Node, residual: Residual) -> ModuleCal
 
 
 def _without_constant(node: fx.Node) -> tuple[fx.Node | None, float]:
-    """The value behind a cast, dropout or a product with a number."""
+    """The value behind a cast, dropout, a reshape of its rows or a product with a number."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):
         return None, 1.0
-    if op_name(node) in _SAME_VALUE:
+    if _keeps_last_axis(node, source):
         return source, 1.0
     number = node.args[1] if op_name(node) in ("mul", "div") else None
     if isinstance(number, (int, float)) and number != 0:
@@ -137,11 +137,22 @@ def is_read_as_it_is(node: fx.Node, value: fx.Node) -> bool:
     return node is value
 
 
+def skips_as_it_is(residual: Residual) -> bool:
+    """Whether the skip of a sublayer is its fork, looked through casts, dropout and reshapes."""
+    added = {n for b in residual.branches for n in (b.value, *b.joins)}
+    streams = [residual.fork, *residual.sums]
+    skips = [a for s in residual.sums for a in s.args[:2] if a not in added]
+    return all(
+        isinstance(skip, fx.Node) and any(is_read_as_it_is(skip, value) for value in streams)
+        for skip in skips
+    )
+
+
 def value_readers(value: fx.Node) -> list[fx.Node]:
     """The readers of a value, looking through casts, dropout and reshapes of its rows."""
     readers: list[fx.Node] = []
     for user in value.users:
-        if user.meta.get("unread"):
+        if not reads_numbers(user, value):
             continue
         passes = user.op == "call_function" and _keeps_last_axis(user, value) and user.users
         readers += value_readers(user) if passes else [user]

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from normswap.capture import Capture, ModuleCall
-from normswap.dataflow import CASTS, PERMUTATIONS, RESHAPES, is_stored, op_name, permutation
+from normswap.dataflow import (
+    CASTS,
+    PERMUTATIONS,
+    RESHAPES,
+    is_stored,
+    lends_shape,
+    op_name,
+    permutation,
+)
 from normswap.find import GraphSite
 from normswap.forms import StoredTensor
 from normswap.graphs import calls_around
@@ -145,9 +153,12 @@ class _Reader:
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
         if _are_scores(node):
             return None
-        if len(operands) != 2 or any(o.meta.get("shape") != node.meta["shape"] for o in operands):
+        shape = node.meta["shape"]
+        if len(operands) != 2 or any(not _is_of_shape(o, shape) for o in operands):
             return None
         for skip, branch in (operands, operands[::-1]):
+            if skip.meta["shape"] != shape:
+                continue
             found = self._fork(skip, branch)
             if found is None:
                 continue
@@ -275,7 +286,7 @@ class _Reader:
         while queue:
             node = queue.pop()
             for user in node.users:
-                if user not in branch.inside or user in seen or user.meta.get("unread"):
+                if user not in branch.inside or user in seen or not reads_numbers(user, node):
                     continue
                 seen.add(user)
                 if user in self.norms:
@@ -301,20 +312,79 @@ class _Reader:
     def _outermost(self, residuals: list[Residual]) -> list[Residual]:
         """Without sums inside a branch, and without skips around whole sublayers."""
         insides = {r: set[fx.Node]().union(*(b.inside for b in r.branches)) for r in residuals}
-        long = {
+        own = [
             r
             for r in residuals
-            if any(
-                o is not r and o.output in insides[r] and self._same_stream(o.fork, r.fork)
-                for o in residuals
-            )
-        }
-        kept = [r for r in residuals if r not in long]
-        return [
-            r
-            for r in kept
-            if not any(o is not r and r.output in insides[o] and r.fork in insides[o] for o in kept)
+            if not self._adds_to_normed_stream(r, residuals)
+            and not any(self._feeds(r, o, insides[o]) for o in residuals)
         ]
+        long = {r for r in own if self._is_around(r, [o for o in own if o.output in insides[r]])}
+        kept = [r for r in own if r not in long]
+        return [r for r in kept if not any(self._is_nested(r, o, insides[o]) for o in kept)]
+
+    def _is_nested(self, residual: Residual, other: Residual, inside: set[fx.Node]) -> bool:
+        """Whether a sum belongs to another one's branch; one on a stream of its own goes on."""
+        if residual is other or not {residual.output, residual.fork} <= inside:
+            return False
+        queue, end = [residual.output], inside | set(other.sums)
+        while queue:
+            value = queue.pop()
+            for user in value.users:
+                if user.op != "call_function" or not reads_numbers(user, value):
+                    continue
+                if user not in end:
+                    return False
+                if user in inside and (user in self.norms or self._handed_on(user)[0] is value):
+                    queue.append(user)
+        return True
+
+    def _is_around(self, residual: Residual, inner: list[Residual]) -> bool:
+        """Whether a sum skips whole sublayers: on its own stream, or without a norm where they do.
+
+        The second is a skip around a stack that has an embedding of its own, as in a U-Net.
+        """
+        inner = [other for other in inner if other is not residual]
+        if any(self._same_stream(other.fork, residual.fork) for other in inner):
+            return True
+        return not self._is_normed(residual) and sum(map(self._is_normed, inner)) > 1
+
+    def _is_normed(self, residual: Residual) -> bool:
+        return _has_norms(residual) or any(user in self.norms for user in residual.output.users)
+
+    def _feeds(self, residual: Residual, other: Residual, inside: set[fx.Node]) -> bool:
+        """Whether a sum only feeds another one's branch: positions added to the stream, say.
+
+        That branch reads the stream beside it, and the other sum goes on with the stream itself.
+        """
+        if residual is other or residual.output not in inside:
+            return False
+        if any(value is other.fork for b in residual.branches for value in self._moved(b.value)):
+            return True
+        if residual.fork is not other.fork:
+            return False
+        reached = {*residual.sums, *(n for b in residual.branches for n in b.inside)}
+        readers = [n for n in other.fork.users if n in inside and reads_numbers(n, other.fork)]
+        return any(reader not in reached for reader in readers)
+
+    def _adds_to_normed_stream(self, residual: Residual, residuals: list[Residual]) -> bool:
+        """Whether a branch is the stream of other sublayers behind a norm.
+
+        Then something is added to what a block or a stack reads: positions that the stream has met
+        before, or the stream of an earlier stage.
+        """
+        outputs = {other.output for other in residuals if other is not residual}
+        return any(
+            norms and value in outputs
+            for branch in residual.branches
+            for value, norms in self._origins(branch.value)
+        )
+
+    def _moved(self, value: fx.Node) -> Iterator[fx.Node]:
+        """The values that ``value`` was handed on from."""
+        here: fx.Node | None = value
+        while here is not None:
+            yield here
+            here, _ = self._handed_on(here)
 
     def _same_stream(self, later: fx.Node, earlier: fx.Node) -> bool:
         return later is earlier or any(value is earlier for value, _ in self._origins(later))
@@ -425,6 +495,13 @@ def _size(site: GraphSite) -> int | None:
     return None if weight is None else math.prod(weight.shape)
 
 
+def _is_of_shape(value: fx.Node, shape: Sequence[int]) -> bool:
+    """Whether a value has this shape, but for leading axes of size one that it may lack."""
+    own = list(value.meta.get("shape", ()))
+    missing = len(shape) - len(own)
+    return missing >= 0 and [1] * missing + own == list(shape)
+
+
 def _terms(node: fx.Node) -> list[fx.Node]:
     """The values that an op adds up."""
     terms: Sequence[object] = ()
@@ -447,6 +524,11 @@ def _are_scores(node: fx.Node) -> bool:
             if op_name(user) in _MOVES | {"add"} and user.meta.get("shape") == node.meta["shape"]:
                 queue.append(user)
     return False
+
+
+def reads_numbers(reader: fx.Node, value: fx.Node) -> bool:
+    """Whether an op reads more of a value than its shape, and something comes of it."""
+    return not reader.meta.get("unread") and not lends_shape(value, reader)
 
 
 def _is_data(value: object) -> bool:

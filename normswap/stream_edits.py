@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -27,10 +27,10 @@ from normswap.stream_hooks import (
 INPUT_NORM, OUTPUT_NORM, SECOND_NORM = "input_norm", "output_norm", "second_norm"
 
 
-def free_name(module: nn.Module, name: str) -> str:
-    """``name``, or with a number where the module has an attribute of that name."""
+def free_name(module: nn.Module, name: str, taken: Collection[str] = ()) -> str:
+    """``name``, or with a number where it is taken or an attribute of the module."""
     names = (name, *(f"{name}_{number}" for number in range(2, 100)))
-    return next(n for n in names if not hasattr(module, n))
+    return next(n for n in names if n not in taken and not hasattr(module, n))
 
 
 def _move_norm(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:

@@ -189,9 +189,10 @@ class OntoStream(PartOfModel):
     def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
         """What the block adds to its stream."""
         slot: _Slot = self.state.slots[self.index]
-        wide = output.to(slot.difference.dtype) / slot.scale
-        if self.leads:
-            wide = wide + slot.difference / self.factor
+        wide = output.to(slot.difference.dtype)
+        wide = wide / slot.scale_for(wide)
+        if self.leads:  # the block may reshape the rows of the result afterwards
+            wide = wide + slot.difference.reshape(output.shape) / self.factor
         return wide.to(output.dtype)
 
 

@@ -30,7 +30,7 @@ from normswap.dataflow.rule import (
     op_name,
     permutation,
 )
-from normswap.dataflow.table import RULES, rule_for
+from normswap.dataflow.table import RULES, lends_shape, rule_for
 
 __all__ = [
     "CASTS",
@@ -47,6 +47,7 @@ __all__ = [
     "argument",
     "batch_norm_operands",
     "is_stored",
+    "lends_shape",
     "made",
     "norm_axes",
     "norm_call",

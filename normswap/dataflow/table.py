@@ -63,6 +63,7 @@ from normswap.dataflow.rule import (
     PERMUTATIONS,
     RESHAPES,
     Rule,
+    ShapeOfSecond,
     argument,
     op_name,
 )
@@ -206,3 +207,11 @@ def rule_for(node: fx.Node) -> Rule:
     if rule is None or not known:
         raise Blocked("op", f"nothing is known of the op {op_name(node)}")
     return rule
+
+
+def lends_shape(value: fx.Node, node: fx.Node) -> bool:
+    """Whether ``node`` reads the shape (or dtype) of ``value`` and none of its numbers."""
+    rule = RULES.get(op_name(node))
+    if isinstance(rule, ShapeOnly):
+        return True
+    return isinstance(rule, ShapeOfSecond) and node.args[:1] != (value,)

@@ -36,6 +36,7 @@ from normswap.boundaries import (
     exit_of,
     identities,
     is_read_as_it_is,
+    skips_as_it_is,
     value_readers,
 )
 from normswap.find import GraphSite
@@ -101,15 +102,16 @@ def plan_placement(
     placed = Placed(Plan("convert_placement", fingerprint(model)))
     scales = BranchScales(model, reading.capture.tensors, factors) if factors is not None else None
     answered: set[str] = set()
+    taken: dict[str, set[str]] = {}
     for chain, stack in zip(reading.chains, reading.structure.stacks, strict=True):
-        part = _Conversion(model, reading, chain, stack, wish, constants, scales)
+        part = _Conversion(model, reading, chain, stack, wish, constants, taken, scales)
         mark = scales.mark() if scales is not None else None
         try:
             after = part.convert()
         except Blocked as blocked:
             if scales is not None and mark is not None:
                 scales.rollback(mark)
-            part = _Conversion(model, reading, chain, stack, wish, constants)
+            part = _Conversion(model, reading, chain, stack, wish, constants, taken)
             part.refuse(blocked)
             after = stack
         part.add_to(placed.plan, answered)
@@ -142,8 +144,10 @@ class _Conversion:
         stack: Stack,
         wish: Wish,
         constants: Constants | None,
+        taken: dict[str, set[str]],
         scales: BranchScales | None = None,
     ) -> None:
+        self.taken = taken  # by module, the names of the children that it is to get
         self.model, self.reading, self.chain, self.stack = model, reading, chain, stack
         self.wish, self.constants, self.scales = wish, constants, scales
         self.edits: list[Edit] = []
@@ -219,6 +223,13 @@ class _Conversion:
     def _where(self) -> str:
         return f"the stack in {self.stack.name or 'the model'!r}"
 
+    def _free_name(self, path: str, name: str) -> str:
+        """A name for a new child of a module, which no other stack gives it either."""
+        taken = self.taken.setdefault(path, set())
+        child = free_name(self.model.get_submodule(path), name, taken)
+        taken.add(child)
+        return child
+
     def _keeps_function(self) -> bool:
         """Whether norms move in front of the fork, onto branch and skip."""
         return self.wish.to == "pre" and self.wish.skip == "normalised"
@@ -256,7 +267,7 @@ class _Conversion:
                         f"{self._where()} has no norm on its embeddings: the first sublayer reads "
                         "the stream as it is"
                     )
-                sublayers[index] = replace(sublayers[index], form="pre", stream_norms=())
+                sublayers[index] = replace(sublayers[index], form="none", stream_norms=())
                 continue
             name = self._move(norm, residual)
             sublayers[index] = replace(
@@ -273,8 +284,9 @@ class _Conversion:
         if self._keeps_function():
             return self.stack
         final = (*last, *self.stack.final_norms)
-        kept = self.stack.embedding_norms[:-1] if self._in_front(0) else ()
-        return Stack(self.stack.name, "pre", tuple(sublayers), kept, final)
+        before = self.stack.embedding_norms
+        kept = before[:-1] if self._in_front(0) else before
+        return Stack(self.stack.name, _form_of_all(sublayers), tuple(sublayers), kept, final)
 
     def _in_front(self, index: int) -> GraphSite | None:
         """The norm that makes what sublayer ``index`` reads."""
@@ -326,7 +338,7 @@ class _Conversion:
     def _moved(self, norm: GraphSite, where: Sequence[Entry]) -> str:
         to: list[list[object]] = []
         for entry in where:
-            child = free_name(self.model.get_submodule(entry.module), INPUT_NORM)
+            child = self._free_name(entry.module, INPUT_NORM)
             to.append([entry.module, child, list(entry.arguments)])
         names = [_joined(str(path), str(child)) for path, child, _ in to]
         edit = ModuleEdit("move_norm", str(norm.path), {"names": list(norm.site.names), "to": to})
@@ -386,11 +398,12 @@ class _Conversion:
     def _rotate_and_close(self) -> Stack:
         closed = self._close_branches()  # while the norms are where they were
         after = self._rotate()
+        forms = {"pre": "sandwich", "none": "branch-output"}
         sublayers = [
-            replace(s, form="sandwich", output_norms=c.output_norms)
+            replace(s, form=forms[s.form], output_norms=c.output_norms)
             for s, c in zip(after.sublayers, closed.sublayers, strict=True)
         ]
-        return replace(after, form="sandwich", sublayers=tuple(sublayers))
+        return replace(after, form=_form_of_all(sublayers), sublayers=tuple(sublayers))
 
     def _close_branches(self) -> Stack:
         """A new norm behind each branch."""
@@ -405,7 +418,7 @@ class _Conversion:
 
     def _add_norm(self, like: GraphSite, residual: Residual) -> str:
         where = exit_of(self.reading.capture, residual, residual.branches[0])
-        child = free_name(self.model.get_submodule(where.module), OUTPUT_NORM)
+        child = self._free_name(where.module, OUTPUT_NORM)
         name = _joined(where.module, child)
         params = {"like": like.path, "child": child}
         self.module_edits.append(ModuleEdit("add_norm", where.module, params))
@@ -445,6 +458,7 @@ class _Conversion:
         for index, residual in enumerate(self.chain.residuals):
             self._require_closed(index, residual)
         final = self.chain.final_norms[:1]
+        _require_one_evaluation(final[0])
         self._require_readers(last.output, {i.y for n in final for i in n.instances}, "the last")
         mode = "deep" if to == "deepnorm" else {"none": "rotated"}.get(self.wish.scale, "unit")
         rows = [self._unit_sublayer(i, r, mode) for i, r in enumerate(self.chain.residuals)]
@@ -480,6 +494,8 @@ class _Conversion:
             raise Blocked(
                 "raw-reader", f"a branch of sublayer {index} reads the stream without norm"
             )
+        if not skips_as_it_is(residual):
+            raise Blocked("op", f"the skip of sublayer {index} is rearranged, scaled or masked")
         if index == 0:
             return
         before = self.chain.residuals[index - 1].output
@@ -582,10 +598,12 @@ class _Conversion:
             if len(residual.stream_norms) != 1:
                 raise Blocked("form", f"sublayer {index} has no norm behind its sum")
             _require_one_evaluation(residual.stream_norms[0])
+            if norms:
+                _require_next(norms[-1], residual, residual.stream_norms[0])
             norms += residual.stream_norms
         last = norms[-1]
         assert last.path is not None
-        child = free_name(self.model.get_submodule(last.path), SECOND_NORM)
+        child = self._free_name(last.path, SECOND_NORM)
         params = {"norms": [norm.path for norm in norms], "child": child}
         self.module_edits.append(ModuleEdit("second_stream", self.stack.name, params))
         self._new_tensors(last, _joined(last.path, child), 0.0)
@@ -614,6 +632,14 @@ def _require_one_evaluation(norm: GraphSite) -> None:
         raise Blocked("shared", f"{norm.site.name!r} is called more than once")
 
 
+def _require_next(before: GraphSite, residual: Residual, behind: GraphSite) -> None:
+    """The stream between the norms of two sublayers must be one value in one shape."""
+    x, y = before.instances[0].y, behind.instances[0].x
+    same_shape = x.meta["shape"] == y.meta["shape"]
+    if not same_shape or not is_read_as_it_is(residual.fork, x):
+        raise Blocked("op", f"what {before.site.name!r} returns is rearranged before it is read")
+
+
 def _spec(norm: GraphSite) -> NormSpec:
     assert norm.site.spec is not None
     return norm.site.spec
@@ -621,6 +647,11 @@ def _spec(norm: GraphSite) -> NormSpec:
 
 def _normaliser(spec: NormSpec) -> tuple[object, ...]:
     return spec.kind, spec.axes, spec.eps
+
+
+def _form_of_all(sublayers: Sequence[Sublayer]) -> str:
+    forms = {sublayer.form for sublayer in sublayers}
+    return forms.pop() if len(forms) == 1 else "mixed"
 
 
 def _output_norms(chain: Chain) -> list[GraphSite]:
