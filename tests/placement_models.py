@@ -7,6 +7,7 @@ other as the original calls them, the formulas below compute what each conversio
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -178,8 +179,11 @@ def _ended(p: Parts, stack: StackParts, x: Tensor, skipped: int = 0) -> Tensor:
 def post(p: Parts, stack: StackParts, memory: Tensor | None) -> Tensor:
     """``x' = N(x + f(x))``, the original of a post-norm model."""
     x = p.norm(stack.embedding_norm, p.start(stack))
+    p.streams.setdefault(stack.embedding_norm, []).append(p.start(stack))
     for part in stack.sublayers:
-        x = p.norm(part.norm, x + p.branch(part, x, memory))
+        y = x + p.branch(part, x, memory)
+        p.streams.setdefault(part.norm, []).append(y)
+        x = p.norm(part.norm, y)
     return _ended(p, stack, x)
 
 
@@ -198,6 +202,19 @@ def rotated_to_pre(p: Parts, stack: StackParts, memory: Tensor | None) -> Tensor
     norms = [stack.embedding_norm, *(part.norm for part in stack.sublayers)]
     for part, norm in zip(stack.sublayers, norms, strict=False):
         u = u + p.branch(part, p.norm(norm, u), memory)
+    return _ended(p, stack, p.norm(norms[-1], u))
+
+
+def scaled_to_pre(p: Parts, stack: StackParts, memory: Tensor | None) -> Tensor:
+    """The true pre-norm with branches ``c (f + b)``: of the size that the clean skip has."""
+    u, size = p.start(stack), 1.0
+    norms = [stack.embedding_norm, *(part.norm for part in stack.sublayers)]
+    for part, norm in zip(stack.sublayers, norms, strict=False):
+        f = p.branch(part, p.norm(norm, u), memory)
+        if norm:
+            size *= p.constants[f"{norm} ratio"]
+            f = size * (f + p.model.get_submodule(norm).bias)
+        u = u + f
     return _ended(p, stack, p.norm(norms[-1], u))
 
 
@@ -282,10 +299,24 @@ def calibrate(parts: Parts, batches: Sequence[Any]) -> None:
         for name, values in p.results.items():
             results.setdefault(name, []).extend(values)
     for name, values in streams.items():
-        layer = isinstance(parts.model.get_submodule(name), nn.LayerNorm)
+        if not name:
+            continue
+        norm: Any = parts.model.get_submodule(name)
+        if parts.family.form == "post":
+            y = torch.cat([v.reshape(-1, v.shape[-1]) for v in values])
+            with torch.no_grad():
+                parts.constants[f"{name} ratio"] = _ratio(y, norm(y) - norm.bias)
+        layer = isinstance(norm, nn.LayerNorm)
         parts.constants[name] = _size(values, centred=layer)
     for name, values in results.items():
         parts.constants[f"{name} result"] = _size(values)
+
+
+def _ratio(y: Tensor, h: Tensor) -> float:
+    """``r`` of the least squares ``y ≈ r h`` of centred rows, or where it is negative of sizes."""
+    y, h = y - y.mean(-1, keepdim=True), h - h.mean(-1, keepdim=True)
+    ratio = float((y * h).sum() / h.square().sum())
+    return ratio if ratio > 0 else float(y.norm() / h.norm())
 
 
 def _size(values: Sequence[Tensor], *, centred: bool = False) -> float:
@@ -351,9 +382,13 @@ def _encoder(*, norm_first: bool, norm: bool, **options: Any) -> Callable[[], nn
 
 
 def _full(*, norm_first: bool) -> Callable[[], nn.Module]:
-    return lambda: fill_all(
-        nn.Transformer(WIDTH, 2, 2, 2, 12, batch_first=True, norm_first=norm_first)
-    )
+    def build() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pre-norm layers have no nested tensors
+            made = nn.Transformer(WIDTH, 2, 2, 2, 12, batch_first=True, norm_first=norm_first)
+        return fill_all(made)
+
+    return build
 
 
 _TEXT, _GPT2, _BOTH, _VISION = (
@@ -610,6 +645,11 @@ def original(name: str) -> Any:
     return build(name)
 
 
+def place(model: nn.Module, to: str, example_inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """Convert a model that keeps its class."""
+    return ns.convert_placement(model, to, example_inputs, native=False, **options)
+
+
 @dataclass(frozen=True)
 class Converted:
     """A converted model with its report; shared by tests that do not change it."""
@@ -630,7 +670,7 @@ def converted(name: str, to: str, calibrated: bool = False, **options: Any) -> C
     inputs = family.inputs()
     if calibrated:
         options["calibration"] = [family.inputs(**given) for given in BATCHES]
-    new, report = ns.convert_placement(old, to, inputs, verify=False, **options)
+    new, report = place(old, to, inputs, verify=False, **options)
     return Converted(old, new, report, inputs)
 
 
