@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import pickle
 import threading
 import warnings
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +40,8 @@ from placement_models import (
     deepnorm,
     last,
     original,
-    post,
     place,
+    post,
     pre,
     residual_dual,
     rotated_to_post,
@@ -126,7 +129,10 @@ def test_parts_compute_the_original(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_structure_names_the_sublayers_in_order(name: str) -> None:
-    family, structure = FAMILIES[name], ns.residual_structure(original(name), converted_input(name))
+    family, structure = (
+        FAMILIES[name],
+        ns.residual_structure(original(name), FAMILIES[name].inputs()),
+    )
     assert structure.form == family.form
     assert len(structure.stacks) == len(family.stacks)
     for stack, expected in zip(structure.stacks, family.stacks, strict=True):
@@ -135,10 +141,6 @@ def test_structure_names_the_sublayers_in_order(name: str) -> None:
         assert norms == [(part.norm,) for part in expected.sublayers]
         assert stack.final_norms == expected.final_norms
         assert stack.embedding_norms == tuple(filter(None, [expected.embedding_norm]))
-
-
-def converted_input(name: str) -> Any:
-    return FAMILIES[name].inputs()
 
 
 # Exact conversions
@@ -267,7 +269,9 @@ def test_calibrated_post_norm_divides_by_the_measured_constants(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [n for n in TO_POST if n != "gemma2"])
-def test_deepnorm_of_a_pre_norm_stack_multiplies_the_skip_by_the_measured_constants(name: str) -> None:
+def test_deepnorm_of_a_pre_norm_stack_multiplies_the_skip_by_the_measured_constants(
+    name: str,
+) -> None:
     new = conversion(name, "deepnorm", "").new
     assert_computes(name, new, deepnorm, EXACT, calibrated=True)
 
@@ -350,8 +354,10 @@ def test_mapped_tensors_have_the_values_that_the_mapping_says(
             assert row.status == "exact", row
         elif row.target in after and row.constant is not None:
             offset = name == "gemma2" and row.target.endswith("weight")
-            assert torch.equal(after[row.target] + offset, torch.full_like(after[row.target], 1.0)
-                               * row.constant + offset), row
+            assert torch.equal(
+                after[row.target] + offset,
+                torch.full_like(after[row.target], 1.0) * row.constant + offset,
+            ), row
         elif row.op == "calibrated":
             assert row.constant is not None, row
             assert row.constant > 0, row
@@ -405,7 +411,10 @@ def test_structure_of_the_report_is_that_of_the_result(name: str, to: str) -> No
 def test_report_tells_the_form_before_and_after(name: str, to: str, option: str) -> None:
     placement = conversion(name, to, option).report.placement
     assert placement.before.form == FAMILIES[name].form
-    if option != "normalised":
+    whole = name in TO_POST or all(stack.embedding_norm for stack in FAMILIES[name].stacks)
+    if to == "deepnorm" and not whole:
+        assert placement.after.form == "mixed"  # the first skip has no norm to scale it at
+    elif option != "normalised":
         assert placement.after.form == to
 
 
@@ -487,9 +496,7 @@ def description(model: nn.Module) -> list[Any]:
 def test_in_place_is_the_same_conversion(name: str, to: str, option: str) -> None:
     result, model = conversion(name, to, option), build(name)
     options = {"skip": option} if to == "pre" else {"scale": option or None}
-    same, _ = place(
-        model, to, result.inputs, inplace=True, verify=False, **options
-    )
+    same, _ = place(model, to, result.inputs, inplace=True, verify=False, **options)
     assert same is model
     assert_state_equal(model, state_copy(result.new))
     assert_same_function(name, result.new, model, 1e-300)
@@ -785,17 +792,27 @@ def test_skipped_layers_of_layerdrop_leave_no_old_stream_behind() -> None:
 
 def test_activations_are_freed_after_a_run() -> None:
     """Otherwise a run without a backward pass keeps the graph of the whole model alive."""
-    import gc
-    import weakref
-
     model = copy.deepcopy(conversion("gpt2", "post", "carried").new)
     seen: list[Any] = []
-    model.h[0].mlp.register_forward_hook(lambda m, args, y: seen.append(weakref.ref(y.grad_fn)))
-    output = model(**FAMILIES["gpt2"].inputs())
-    assert seen[0]() is not None
+
+    def pack(tensor: Tensor) -> Held:
+        held = Held(tensor)
+        seen.append(weakref.ref(held))
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        output = model(**FAMILIES["gpt2"].inputs())
+    assert any(held() is not None for held in seen)
     del output
     gc.collect()
-    assert seen[0]() is None
+    assert all(held() is None for held in seen)
+
+
+@dataclass
+class Held:
+    """A tensor that a graph keeps for its backward pass."""
+
+    tensor: Tensor
 
 
 def exported(model: nn.Module, inputs: Any) -> nn.Module:
@@ -828,7 +845,9 @@ def test_exported_program_computes_the_same(name: str, to: str, option: str) -> 
         assert relative_error(model(**inputs), program(**inputs)) < EXACT
 
 
-@pytest.mark.parametrize(("name", "to", "option"), REPRESENTATIVES[:8])
+@pytest.mark.parametrize(
+    ("name", "to", "option"), [("bert", "pre", "clean"), ("gpt2", "post", "carried")]
+)
 def test_compiled_model_computes_the_same(name: str, to: str, option: str) -> None:
     model = LastOnly(copy.deepcopy(conversion(name, to, option).new))
     torch._dynamo.reset()
@@ -836,7 +855,7 @@ def test_compiled_model_computes_the_same(name: str, to: str, option: str) -> No
         warnings.simplefilter("ignore")
         compiled = torch.compile(model, backend="eager")
         with torch.no_grad():
-            for ids in (IDS, token_ids(2, 6, seed=4), token_ids(3, 5, seed=4)):
+            for ids in (IDS, token_ids(2, 6, seed=4)):
                 assert relative_error(model(ids), compiled(ids)) < EXACT
     torch._dynamo.reset()
 
@@ -905,9 +924,8 @@ SAVED = [("bert", "pre", "clean"), ("bert", "sandwich", ""), ("gpt2", "post", "c
 @pytest.mark.parametrize(("name", "to", "option"), SAVED)
 def test_saved_model_is_loaded_again(name: str, to: str, option: str, tmp_path: Path) -> None:
     result = conversion(name, to, option)
-    ns.save(result.new, result.report, tmp_path / "out")
+    ns.save(result.new, tmp_path / "out", result.report)
     again = ns.load(tmp_path / "out")
-    again = again[0] if isinstance(again, tuple) else again
     assert type(again) is type(result.new)
     assert_state_equal(again, state_copy(result.new))
     assert relative_error(call(result.new, result.inputs), call(again, result.inputs)) == 0
@@ -921,8 +939,8 @@ def test_plan_on_a_file_gives_the_tensors_of_the_live_model(
     state = {k: v.clone() for k, v in result.old.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     plan = result.report.plan
-    plan.apply_to_checkpoint(tmp_path / "model.safetensors", tmp_path / "new.safetensors")
-    written, live = load_file(tmp_path / "new.safetensors"), result.new.state_dict()
+    plan.apply_to_checkpoint(tmp_path / "model.safetensors", tmp_path / "new")
+    written, live = load_file(tmp_path / "new" / "model.safetensors"), result.new.state_dict()
     shared = {n for names in plan.aliases.values() for n in names[1:]}
     assert set(live) - shared <= set(written) <= set(live)
     assert all(torch.equal(tensor, live[key]) for key, tensor in written.items())
