@@ -925,7 +925,7 @@ SAVED = [("bert", "pre", "clean"), ("bert", "sandwich", ""), ("gpt2", "post", "c
 def test_saved_model_is_loaded_again(name: str, to: str, option: str, tmp_path: Path) -> None:
     result = conversion(name, to, option)
     ns.save(result.new, tmp_path / "out", result.report)
-    again = ns.load(tmp_path / "out")
+    again = ns.load(tmp_path / "out", lambda: build(name))
     assert type(again) is type(result.new)
     assert_state_equal(again, state_copy(result.new))
     assert relative_error(call(result.new, result.inputs), call(again, result.inputs)) == 0
@@ -942,8 +942,38 @@ def test_plan_on_a_file_gives_the_tensors_of_the_live_model(
     plan.apply_to_checkpoint(tmp_path / "model.safetensors", tmp_path / "new")
     written, live = load_file(tmp_path / "new" / "model.safetensors"), result.new.state_dict()
     shared = {n for names in plan.aliases.values() for n in names[1:]}
-    assert set(live) - shared <= set(written) <= set(live)
+    for guard in set(written) - set(live):  # in a shape that the old class does not load
+        assert guard in plan.removed
+        assert written.pop(guard).shape != state[guard].shape
+    assert set(live) - shared <= set(written)
     assert all(torch.equal(tensor, live[key]) for key, tensor in written.items())
+
+
+def test_saved_model_of_the_library_says_what_it_is(tmp_path: Path) -> None:
+    model, inputs = library_model("gpt2"), library_inputs("gpt2")
+    new, report = place(model, "post", inputs, scale="none")
+    ns.save(new, tmp_path / "out", report)
+    again = ns.load(tmp_path / "out")
+    assert type(again) is type(model)
+    assert relative_error(call(new, inputs), call(again, inputs)) == 0
+    assert relative_error(call(model, inputs), call(again, inputs)) > 1e-2
+
+
+@pytest.mark.parametrize("scale", ["carried", "none"])
+def test_file_of_another_function_is_not_loaded_by_the_old_class(
+    scale: str, tmp_path: Path
+) -> None:
+    """Without the plan it would be another model, without a word."""
+    from transformers import GPT2LMHeadModel
+
+    model, inputs = library_model("gpt2"), library_inputs("gpt2")
+    new, report = place(model, "post", inputs, scale=scale)
+    ns.save(new, tmp_path / "out", report)
+    try:
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    except (RuntimeError, ValueError):
+        return
+    assert relative_error(call(new, inputs), call(loaded, inputs)) < 1e-5
 
 
 # Refusals
