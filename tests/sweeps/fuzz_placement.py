@@ -1,4 +1,4 @@
-"""Move the norms of many random transformers: ``python tests/sweeps/fuzz_placement.py --count 300``.
+"""Move norms of many random transformers: ``python tests/sweeps/fuzz_placement.py --count 300``.
 
 Prints and writes ``fuzz_placement.md``. A network is named by its seed: ``--seed N`` converts that
 one, shrinks it if something is wrong, and shows it with its report.
@@ -23,10 +23,11 @@ from placement_checks import (  # noqa: E402
     Way,
     conversion_faults,
     declared_forms,
+    seeded_network,
     seeded_ways,
     structure_faults,
 )
-from random_transformers import Network, seeded_transformer, shrink  # noqa: E402
+from random_transformers import Network, shrink  # noqa: E402
 
 from normswap.errors import NormswapError  # noqa: E402
 
@@ -36,7 +37,7 @@ READ = "structure"
 def convert_seed(seed: int) -> list[dict[str, Any]]:
     """Outcomes of one network: its structure, and a few conversions."""
     torch.set_num_threads(1)
-    network = seeded_transformer(seed)
+    network = seeded_network(seed)
     records = [record_of(network, None)]
     records += [record_of(network, way) for way in seeded_ways(seed)]
     return [{"seed": seed, **record} for record in records]
@@ -118,7 +119,7 @@ def _troubles(records: list[dict[str, Any]]) -> list[str]:
 def show(seed: int) -> None:
     """One network, shrunk if it fails, with its reports."""
     for way in (None, *seeded_ways(seed)):
-        network = shrunk(seeded_transformer(seed), way)
+        network = shrunk(seeded_network(seed), way)
         record = record_of(network, way)
         print(f"{way or READ}\n{network}\n{record}\n")
 
