@@ -191,7 +191,7 @@ class OntoStream(PartOfModel):
         slot: _Slot = self.state.slots[self.index]
         wide = output.to(slot.difference.dtype) / slot.scale
         if self.leads:
-            wide = wide + slot.difference / self.factor
+            wide = wide + slot.difference.reshape(wide.shape) / self.factor
         return wide.to(output.dtype)
 
 
