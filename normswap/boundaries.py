@@ -84,6 +84,10 @@ def exit_of(capture: Capture, residual: Residual, branch: Branch) -> Exit:
         Blocked: the branch ends in code of the block, something else reads it, or the module is
             called more than once.
     """
+    for join in branch.joins:
+        if op_name(join) in ("mul", "div") and _without_constant(join)[0] is None:
+            detail = f"the sum of parallel branches in {_place(join)} is scaled by no plain number"
+            raise Blocked("op", detail)
     node, factor = branch.value, branch.outer_scale
     below: Collection[fx.Node] = {*residual.sums, *branch.joins}
     while True:

@@ -396,10 +396,16 @@ def _stream(
     empty_guard = manifest.guard not in infos
     if manifest.guard is not None:
         guarded(manifest.guard, infos)
+
+    def fill(name: str) -> Tensor:
+        if name != manifest.guard:
+            return store.read(name)
+        return torch.zeros(0) if empty_guard else store.read(name)[None]
+
     writer = ShardWriter(
         stage,
         infos,
-        lambda name: torch.zeros(0) if name == manifest.guard and empty_guard else store.read(name),
+        fill,
         awaited=stored_at,
         aliases=aliases,
         marker=manifest.marker(),

@@ -163,11 +163,14 @@ class _Reader:
             if found is None:
                 continue
             fork, scale, earlier = found
-            alpha = node.kwargs.get("alpha", 1) if branch is node.args[1] else 1
+            alpha = node.kwargs.get("alpha", 1)
+            factor = float(alpha) if isinstance(alpha, (int, float)) else 1.0
             branches = self._branches(fork, branch)
-            if isinstance(alpha, (int, float)):
+            if branch is node.args[1]:
                 for each in branches:
-                    each.scale *= float(alpha)
+                    each.scale *= factor
+            else:
+                scale *= factor
             if earlier is not None:
                 earlier.sums.append(node)
                 earlier.branches = sorted(earlier.branches + branches, key=lambda b: b.kind)

@@ -462,6 +462,8 @@ class _Conversion:
         self._require_readers(last.output, {i.y for n in final for i in n.instances}, "the last")
         mode = "deep" if to == "deepnorm" else {"none": "rotated"}.get(self.wish.scale, "unit")
         rows = [self._unit_sublayer(i, r, mode) for i, r in enumerate(self.chain.residuals)]
+        if mode != "rotated":
+            self._require_mean()
         params = {"mode": mode, "sublayers": rows, "final": [n.path for n in final]}
         self.module_edits.append(ModuleEdit("unit_stream", self.stack.name, params))
         words = {
@@ -488,8 +490,7 @@ class _Conversion:
 
     def _require_closed(self, index: int, residual: Residual) -> None:
         """Nothing but branch and skip may read a stream that changes."""
-        if residual.skip_scale != 1.0:
-            raise Blocked("form", f"the skip of sublayer {index} is scaled")
+        self._require_plain_skip(index, residual)
         if any(len(b.input_norms) != 1 or b.reads_fork for b in residual.branches):
             raise Blocked(
                 "raw-reader", f"a branch of sublayer {index} reads the stream without norm"
@@ -503,6 +504,30 @@ class _Conversion:
             raise Blocked("op", f"the stream is rearranged or masked in front of sublayer {index}")
         inside = {n for branch in residual.branches for n in branch.inside}
         self._require_readers(before, inside | set(residual.sums), f"sublayer {index}")
+
+    def _require_plain_skip(self, index: int, residual: Residual) -> None:
+        """What a branch adds for the skip must not be scaled or masked on the skip's way."""
+        inside = {n for branch in residual.branches for n in (*branch.inside, *branch.joins)}
+        first = residual.sums[0]
+        skips = [a for a in first.args[:2] if isinstance(a, fx.Node) and a not in inside]
+        plain = all(is_read_as_it_is(skip, residual.fork) for skip in skips)
+        if residual.skip_scale != 1.0 or not plain:
+            raise Blocked("form", f"the skip of sublayer {index} is scaled or rearranged")
+
+    def _require_mean(self) -> None:
+        """A stream whose mean a norm removed must not meet a norm that reads the mean."""
+        branches = [b for residual in self.chain.residuals for b in residual.branches]
+        removed: GraphSite | None = None
+        for norm in [n for b in branches for n in b.input_norms] + self.chain.final_norms[:1]:
+            _require_one_evaluation(norm)
+            if _spec(norm).centred:
+                removed = norm
+            elif removed is not None:
+                raise Blocked(
+                    "form",
+                    f"{norm.site.name!r} reads the mean of the stream, which "
+                    f"{removed.site.name!r} removes",
+                )
 
     def _require_readers(self, value: fx.Node, allowed: set[fx.Node], where: str) -> None:
         for reader in value_readers(value):
@@ -567,6 +592,7 @@ class _Conversion:
                 )
                 rows.append({"norms": [], "exits": []})
                 continue
+            self._require_plain_skip(index, residual)
             where = [exit_of(self.reading.capture, residual, b) for b in residual.branches]
             exits = [[e.module, e.factor] for e in where]
             rows.append({"norms": [before.path], "exits": exits, "constant": alpha})
