@@ -610,6 +610,8 @@ class _Conversion:
             norms += residual.stream_norms
         last = norms[-1]
         assert last.path is not None
+        if _spec(last).weight is None:
+            raise Blocked("op", f"{last.site.name!r} has no scale that could be zero in a copy")
         child = free_name(self.model.get_submodule(last.path), SECOND_NORM)
         params = {"norms": [norm.path for norm in norms], "child": child}
         self.module_edits.append(ModuleEdit("second_stream", self.stack.name, params))
