@@ -358,7 +358,7 @@ def _read_by_branches(
 
 
 def _refuse(reading: Reading, plan: Plan, wish: Wish) -> None:
-    if wish.to == "pre" and wish.skip == "normalised" and reading.structure.form == "post":
+    if any(site.status == "exact" for site in plan.sites):
         return  # every norm stands in front of a fork already
     refused = [s for s in plan.sites if s.status == "refused" and s.reason != "not-residual"]
     if not reading.chains:

@@ -539,12 +539,25 @@ def _is_data(value: object) -> bool:
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether a value is a stored tensor, or a view, cast or selection of one."""
+    """Whether a value is a stored tensor, a view, cast or selection of one, or made of such."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         if op_name(node) not in _MOVES | {"index", "stack", "getitem"}:
-            return False
+            return _is_made_of_weights(node)
         node = node.args[0]
     return is_stored(node) and len(node.meta["shape"]) >= 2
+
+
+def _is_made_of_weights(node: fx.Node) -> bool:
+    """Whether a value is computed from stored matrices alone, as under weight norm."""
+    queue = [node]
+    while queue:
+        value = queue.pop()
+        if _is_data(value):
+            continue
+        if is_stored(value) and len(value.meta["shape"]) >= 2:
+            return not _is_data(node)
+        queue += value.all_input_nodes
+    return False
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node | None, float]:

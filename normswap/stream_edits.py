@@ -104,7 +104,7 @@ def _add_norm(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
 
 def _unit_stream(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     """A pre-norm stack as a post-norm one; see :class:`~normswap.stream_hooks.UnitStream`."""
-    state = StreamState()
+    state = StreamState({})
     mode = edit.params["mode"]
     sublayers: list[dict[str, Any]] = edit.params["sublayers"]
     for index, sublayer in enumerate(sublayers):
@@ -133,13 +133,13 @@ def _unit_stream(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
             hook = OntoStream(state, index, factor, leads=number == 0)
             undo.append(model.get_submodule(path).register_forward_hook(hook).remove)
     for path in edit.params["final"] if mode == "unit" else ():
-        hook = OwnSize(state, len(sublayers) - 1)
+        hook = OwnSize(state)
         undo.append(model.get_submodule(path).register_forward_pre_hook(hook).remove)
 
 
 def _second_stream(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     """ResiDual's second stream beside a post-norm one."""
-    state = StreamState()
+    state = StreamState({})
     paths: list[str] = edit.params["norms"]
     child = edit.params["child"]
     last = model.get_submodule(paths[-1])

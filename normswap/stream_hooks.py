@@ -7,12 +7,14 @@ if the branch returns ``f + (z - y)`` in place of ``f``, the block computes ``z 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from normswap.hooks import PartOfModel
 
@@ -58,26 +60,73 @@ class NormOutput(PartOfModel):
 
 @dataclass
 class _Slot:
-    """What a sublayer knows of the stream: what its skip lacks, and the divisor of its branch."""
+    """What a sublayer knows of the stream.
+
+    Attributes:
+        difference: what its skip lacks.
+        scale: the divisor of its branch, and of the stream behind it.
+        before: the divisor of the stream that it got.
+    """
 
     difference: Tensor
     scale: Tensor | float
-
-    def scale_for(self, y: Tensor) -> Tensor | float:
-        """The divisor for a stream whose rows the block may have flattened or not."""
-        if isinstance(self.scale, Tensor) and self.scale.dim() != y.dim():
-            return self.scale.reshape(*y.shape[:-1], 1)
-        return self.scale
+    before: Tensor | float = 1.0
 
 
-class StreamState:
-    """What the sublayers of one stream hand on beside it, a slot each; never saved or copied."""
+def _for_rows_of(scale: Tensor | float, y: Tensor) -> Tensor | float:
+    """A divisor for a stream whose rows the block may have flattened or not."""
+    if isinstance(scale, Tensor) and scale.dim() != y.dim():
+        return scale.reshape(*y.shape[:-1], 1)
+    return scale
 
-    def __init__(self) -> None:
+
+class StreamState(threading.local):
+    """What the sublayers of one stream hand on beside it, a slot each; never saved or copied.
+
+    Each thread has its own, so that runs in several do not meet. A run in a thread that is new (a
+    recomputation in the backward pass on a GPU) reads what the last run left.
+
+    Args:
+        last: what the last run left, by sublayer.
+    """
+
+    def __init__(self, last: dict[int, Any]) -> None:
+        self.last = last
         self.slots: dict[int, Any] = {}
+        self.divisor: Tensor | float = 1.0  # of the stream as the last sublayer left it
+        self.known = WeakTensorKeyDictionary()  # by stream, the divisor that came with it
 
-    def __reduce__(self) -> tuple[type[StreamState], tuple[()]]:
-        return StreamState, ()
+    def __reduce__(self) -> tuple[type[StreamState], tuple[dict[int, Any]]]:
+        return StreamState, ({},)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.slots[index] if index in self.slots else self.last[index]
+
+    def __setitem__(self, index: int, slot: Any) -> None:
+        self.slots[index] = self.last[index] = slot
+
+    def arriving(self, index: int, y: Tensor) -> Tensor | float:
+        """The divisor of the stream ``y`` that sublayer ``index`` gets.
+
+        A sublayer that is computed again for the gradients gets the very tensor that it got
+        before, perhaps after other runs: what came with it then counts.
+        """
+        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if again and y in self.known:
+            return self.known[y]
+        divisor = self.divisor if index else 1.0
+        if again and y.requires_grad:
+            kept = divisor
+            if isinstance(divisor, Tensor):  # its graph would keep ``y`` alive
+                kept = divisor.detach().requires_grad_(divisor.requires_grad)
+            self.known[y] = kept
+        return divisor
+
+    def clear(self) -> None:
+        """Forget the run: nothing keeps its graph alive."""
+        self.slots.clear()
+        self.last.clear()
+        self.divisor = 1.0
 
 
 class UnitStream(PartOfModel):
@@ -120,32 +169,34 @@ class UnitStream(PartOfModel):
         """The arguments of the norm, with the stream in its old size."""
         y: Tensor = args[0]
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        before = self.state.slots.get(self.index - 1)
-        x = wide if before is None or self.deep else wide * before.scale_for(wide)
+        before = self.state.arriving(self.index, y) if self.leads else self.state[self.index].before
+        x = wide * _for_rows_of(before, wide)
         if self.leads:
-            self.state.slots[self.index] = self._slot(wide, x)
+            slot = self.state[self.index] = self._slot(wide, x, before)
+            self.state.divisor = slot.scale
         return (x.to(y.dtype), *args[1:])
 
-    def _slot(self, y: Tensor, x: Tensor) -> _Slot:
+    def _slot(self, y: Tensor, x: Tensor, before: Tensor | float) -> _Slot:
         centred = x - x.mean(self.axes, keepdim=True) if self.centred else x
         size = (centred.square().mean(self.axes, keepdim=True) + self.eps).sqrt()
         scale = size if self.constant is None else self.constant
         z = centred / size
-        return _Slot(scale * z - y, 1.0) if self.deep else _Slot(z - y, scale)
+        return _Slot(scale * z - y, 1.0) if self.deep else _Slot(z - y, scale, before)
 
 
 class OwnSize(PartOfModel):
     """A pre-hook on the norm behind the last sublayer: it gets the stream in its old size."""
 
-    def __init__(self, state: StreamState, index: int) -> None:
-        self.state, self.index = state, index
+    def __init__(self, state: StreamState) -> None:
+        self.state = state
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the norm."""
         y: Tensor = args[0]
         wide = y.to(torch.promote_types(y.dtype, torch.float32))
-        slot: _Slot = self.state.slots[self.index]
-        return ((wide * slot.scale_for(wide)).to(y.dtype), *args[1:])
+        x = wide * _for_rows_of(self.state.divisor, wide)
+        self.state.clear()
+        return (x.to(y.dtype), *args[1:])
 
 
 class NormedSkip(PartOfModel):
@@ -156,7 +207,7 @@ class NormedSkip(PartOfModel):
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """Note what the skip lacks."""
-        self.state.slots[self.index] = _Slot(output - args[0], 1.0)
+        self.state[self.index] = _Slot(output - args[0], 1.0)
 
 
 class ScaledSkip(PartOfModel):
@@ -170,7 +221,7 @@ class ScaledSkip(PartOfModel):
 
     def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> None:
         """Note what the skip lacks."""
-        self.state.slots[self.index] = _Slot((self.alpha - 1.0) * output, 1.0 / self.alpha)
+        self.state[self.index] = _Slot((self.alpha - 1.0) * output, 1.0 / self.alpha)
 
 
 class OntoStream(PartOfModel):
@@ -188,9 +239,9 @@ class OntoStream(PartOfModel):
 
     def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
         """What the block adds to its stream."""
-        slot: _Slot = self.state.slots[self.index]
+        slot: _Slot = self.state[self.index]
         wide = output.to(slot.difference.dtype)
-        wide = wide / slot.scale_for(wide)
+        wide = wide / _for_rows_of(slot.scale, wide)
         if self.leads:  # the block may reshape the rows of the result afterwards
             wide = wide + slot.difference.reshape(output.shape) / self.factor
         return wide.to(output.dtype)
@@ -216,9 +267,9 @@ class SecondStream(PartOfModel):
         """The output, at the end with the second stream."""
         y: Tensor = args[0]
         if self.index > 0:
-            total, x = self.state.slots[self.index - 1]
+            total, x = self.state[self.index - 1]
             y = total + (y - x)
-        self.state.slots[self.index] = y, output
+        self.state[self.index] = y, output
         return output if self.child is None else output + getattr(module, self.child)(y)
 
 

@@ -167,7 +167,7 @@ class _Conversion:
         Raises:
             Blocked: it cannot be converted.
         """
-        form, to = self.stack.form, self.wish.to
+        form, to = _main_form(self.stack), self.wish.to
         if to == "post" and form in ("post", "pre") and self._return_norms():
             return replace(self.stack, form="post")
         if form == to:
@@ -204,7 +204,8 @@ class _Conversion:
         plan.edits += self.edits
         plan.module_edits += self.module_edits
         plan.sites += [o for name, o in self.outcomes.items() if name not in answered]
-        plan.mapping += self.mapping
+        known = {row.target for row in plan.mapping}  # of a norm that ends several stacks
+        plan.mapping += [row for row in self.mapping if row.target not in known]
         plan.removed += self.removed
         plan.created.update(self.created)
         plan.aliases.update(self.aliases)
@@ -366,12 +367,13 @@ class _Conversion:
 
     def _return_norms(self) -> bool:
         """Put norms that stand on arguments of modules back where an identity stands for them."""
-        if self.stack.form == "pre" and self.wish.scale != "none":
+        form = _main_form(self.stack)
+        if form == "pre" and self.wish.scale != "none":
             return False
         norms = [n for n in self._norms() if n not in self.chain.final_norms]
         found = [(norm, self._slot(norm)) for norm in norms]
         free = [(norm, slot) for norm, slot in found if slot is not None]
-        if not free or (self.stack.form == "pre" and len(free) < len(norms)):
+        if not free or (form == "pre" and len(free) < len(norms)):
             return False
         for norm, slot in free:
             self._return_norm(norm, slot)
@@ -629,6 +631,8 @@ class _Conversion:
             norms += residual.stream_norms
         last = norms[-1]
         assert last.path is not None
+        if _spec(last).weight is None:
+            raise Blocked("op", f"{last.site.name!r} has no scale that could be zero in a copy")
         child = self._free_name(last.path, SECOND_NORM)
         params = {"norms": [norm.path for norm in norms], "child": child}
         self.module_edits.append(ModuleEdit("second_stream", self.stack.name, params))
@@ -673,6 +677,14 @@ def _spec(norm: GraphSite) -> NormSpec:
 
 def _normaliser(spec: NormSpec) -> tuple[object, ...]:
     return spec.kind, spec.axes, spec.eps
+
+
+def _main_form(stack: Stack) -> str:
+    """The form of a stack; a first sublayer without a norm is what a rotation can leave."""
+    forms = {sublayer.form for sublayer in stack.sublayers[1:]}
+    if stack.sublayers[0].form == "none" and forms == {"pre"}:
+        return "pre"
+    return stack.form
 
 
 def _form_of_all(sublayers: Sequence[Sublayer]) -> str:
