@@ -186,7 +186,7 @@ def _clean(new: nn.Module, inputs: Keywords, after: Any, promised: dict[int, Any
     stacks = dict(enumerate(ns.residual_structure(new, inputs).stacks))
     unlike = [s.name for i, s in promised.items() if i not in stacks or not _alike(s, stacks[i])]
     forms = sorted({stacks[i].form for i in promised if i in stacks})
-    return {"finite": _is_finite(after), "reads": forms, "unlike": unlike, "wrong": bool(unlike)}
+    return {"finite": _is_finite(after), "reads": forms, "unlike": unlike}
 
 
 def _alike(promised: Any, read: Any) -> bool:
@@ -227,7 +227,8 @@ def _cell_of(found: Record | None) -> str:
     why = ", ".join(f"{reason} {n}" for reason, n in sorted(found["refused"].items()))
     if not found["stacks"]:
         return why or "nothing to move"
-    mark = " **wrong**" if found.get("wrong") else ""
+    mark = " **wrong**" if found.get("wrong") and "error" in found else ""
+    mark += " (not as planned)" if found.get("unlike") else ""
     if "error" in found:
         result = f"{found['error']:.0e}, {found['edits']} edits"
     else:
@@ -315,6 +316,8 @@ def _summary(
         f"- Structure not read: {_list(crashed)}",
         f"- Original changed: {_list(r['name'] for r in ran if r['changed_original'])}",
         f"- Outputs that say nothing: {_list(r['name'] for r in ran if not r['usable'])}",
+        f"- Reads otherwise than planned after post to pre: "
+        f"{_list(r['name'] for r in found if r.get('clean', {}).get('unlike'))}",
         f"- Mixed stacks in: {_list(r['name'] for r in found if _has(r, 'mixed'))}",
         f"- No class of the type built: {_list(lost)}",
     ]
@@ -348,7 +351,7 @@ def _conversions(found: list[Record]) -> list[str]:
         tried = {r["name"]: r[label] for r in found if label in r}
         good = {n: c for n, c in tried.items() if c.get("stacks")}
         errors = [c["error"] for c in good.values() if not c.get("wrong", True) and "error" in c]
-        bad = [n for n, c in good.items() if c.get("wrong") or not c.get("finite", True)]
+        bad = [n for n, c in good.items() if _is_wrong(c)]
         failed = [n for n, c in tried.items() if "failure" in c]
         largest = f"{max(errors):.0e}" if errors else "–"
         lines.append(
@@ -356,6 +359,10 @@ def _conversions(found: list[Record]) -> list[str]:
             f"| {largest} | {_list(bad)} | {_list(failed)} |"
         )
     return lines
+
+
+def _is_wrong(found: Record) -> bool:
+    return bool("error" in found and found["wrong"]) or not found.get("finite", True)
 
 
 def _details(records: list[Record], label: str) -> list[str]:
