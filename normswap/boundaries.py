@@ -127,7 +127,9 @@ def _without_constant(node: fx.Node) -> tuple[fx.Node | None, float]:
 def identities(capture: Capture, value: fx.Node) -> Iterator[str]:
     """The modules that hand ``value`` on as it is: places where a norm stood or could stand."""
     for call in capture.calls:
-        if call.module_type is nn.Identity and call.arguments.get(0) is value:
+        given = call.arguments.get(0)
+        is_identity = given is not None and issubclass(call.module_type, nn.Identity)
+        if is_identity and given is not None and is_read_as_it_is(value, given):
             yield call.path
 
 

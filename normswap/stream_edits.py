@@ -27,6 +27,23 @@ from normswap.stream_hooks import (
 INPUT_NORM, OUTPUT_NORM, SECOND_NORM = "input_norm", "output_norm", "second_norm"
 
 
+class StandIn(nn.Identity):
+    """Hands its input on where a norm stood; what else it is asked for, the norm answers.
+
+    Modelling code reads the dtype off the weight of a norm, for example.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["moved"] = (norm,)  # no child of this module
+
+    def __getattr__(self, name: str) -> Any:
+        moved = self.__dict__.get("moved")
+        if moved is None or name in ("_parameters", "_buffers", "_modules"):
+            return super().__getattr__(name)
+        return getattr(moved[0], name)
+
+
 def free_name(module: nn.Module, name: str, taken: Collection[str] = ()) -> str:
     """``name``, or with a number where it is taken or an attribute of the module."""
     names = (name, *(f"{name}_{number}" for number in range(2, 100)))
@@ -38,7 +55,7 @@ def _move_norm(model: nn.Module, edit: ModuleEdit, undo: Undo) -> None:
     norm = model.get_submodule(edit.module)
     for name in edit.params["names"]:
         _no_fast_path(model, name, undo)
-    replace_module(model, edit.params["names"], nn.Identity(), undo)
+    replace_module(model, edit.params["names"], StandIn(norm), undo)
     norm.train(model.training)
     for path, child, arguments in edit.params["to"]:
         module = model.get_submodule(path)

@@ -53,7 +53,7 @@ class Stack:
 
     Attributes:
         name: the innermost module that holds it.
-        form: of its sublayers, or ``"mixed"`` where they differ.
+        form: of its sublayers, or ``"mixed"`` where they differ; the first may have no norm.
         sublayers: in order.
         embedding_norms: in front of the first fork.
         final_norms: behind the last sublayer.
@@ -157,7 +157,7 @@ def _stack(chain: Chain) -> Stack:
     held = holder([r.output for r in chain.residuals])
     return Stack(
         held.path if held is not None else "",
-        _common([s.form for s in sublayers]),
+        form_of_stack(sublayers),
         sublayers,
         _names(chain.embedding_norms),
         _names(chain.final_norms),
@@ -233,6 +233,13 @@ def _has_weight(node: object) -> bool:
 
 def _names(sites: Sequence[GraphSite]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(site.site.name for site in sites))
+
+
+def form_of_stack(sublayers: Sequence[Sublayer]) -> str:
+    """The form that all sublayers have; a first one without a norm has none to differ by."""
+    forms = [s.form for s in sublayers]
+    bare = len(forms) > 1 and forms[0] == "none"
+    return _common(forms[1:] if bare else forms)
 
 
 def _common(forms: Sequence[str]) -> str:

@@ -85,6 +85,7 @@ class Parts:
         self.model, self.family, self.within = model, family, within or true_float64
         self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.constants: dict[str, float] = {}
+        self.expected: dict[str, Tensor] = {}
         self.streams: dict[str, list[Tensor]] = {}
         self.results: dict[str, list[Tensor]] = {}
         handles = [
@@ -207,13 +208,30 @@ def rotated_to_pre(p: Parts, stack: StackParts, memory: Tensor | None) -> Tensor
 
 def scaled_to_pre(p: Parts, stack: StackParts, memory: Tensor | None) -> Tensor:
     """The true pre-norm with branches ``c (f + b)``: of the size that the clean skip has."""
-    u, size = p.start(stack), 1.0
+    u = p.start(stack)
     norms = [stack.embedding_norm, *(part.norm for part in stack.sublayers)]
     for part, norm in zip(stack.sublayers, norms, strict=False):
         f = p.branch(part, p.norm(norm, u), memory)
         if norm:
-            size *= p.constants[f"{norm} ratio"]
-            f = size * (f + p.model.get_submodule(norm).bias)
+            f = p.constants[f"{norm} factor"] * (f + p.model.get_submodule(norm).bias)
+        u = u + f
+    return _ended(p, stack, p.norm(norms[-1], u))
+
+
+def fitted_to_pre(p: Parts, stack: StackParts, memory: Tensor | None) -> Tensor:
+    """The same while the factors are fitted, each on the stream that those before it made."""
+    for norm in (stack.embedding_norm, *(part.norm for part in stack.sublayers[:-1])):
+        if norm:
+            y, module = p.streams[norm][0], p.model.get_submodule(norm)
+            p.constants[f"{norm} factor"] = 1.0
+            p.expected[norm] = module(y) - module.bias
+    u = p.start(stack)
+    norms = [stack.embedding_norm, *(part.norm for part in stack.sublayers)]
+    for part, norm in zip(stack.sublayers, norms, strict=False):
+        f = p.branch(part, p.norm(norm, u), memory)
+        if norm:
+            factor = p.constants[f"{norm} factor"] = _factor(u, p.expected[norm])
+            f = factor * (f + p.model.get_submodule(norm).bias)
         u = u + f
     return _ended(p, stack, p.norm(norms[-1], u))
 
@@ -291,9 +309,16 @@ def calibrate(parts: Parts, batches: Sequence[Any]) -> None:
     """
     streams: dict[str, list[Tensor]] = {}
     results: dict[str, list[Tensor]] = {}
+    logs: dict[str, list[float]] = {}
     for batch in batches:
         p = Parts(parts.model, parts.family, batch, torch.no_grad)
         compute(p, post if parts.family.form == "post" else pre)
+        if parts.family.form == "post":
+            known = {k: list(v) for k, v in p.results.items()}
+            compute(p, fitted_to_pre)
+            p.results = known
+            for name, factor in p.constants.items():
+                logs.setdefault(name, []).append(math.log(factor))
         for name, values in p.streams.items():
             streams.setdefault(name, []).extend(values)
         for name, values in p.results.items():
@@ -302,21 +327,22 @@ def calibrate(parts: Parts, batches: Sequence[Any]) -> None:
         if not name:
             continue
         norm: Any = parts.model.get_submodule(name)
-        if parts.family.form == "post":
-            y = torch.cat([v.reshape(-1, v.shape[-1]) for v in values])
-            with torch.no_grad():
-                parts.constants[f"{name} ratio"] = _ratio(y, norm(y) - norm.bias)
         layer = isinstance(norm, nn.LayerNorm)
         parts.constants[name] = _size(values, centred=layer)
     for name, values in results.items():
         parts.constants[f"{name} result"] = _size(values)
+    for name, factors in logs.items():
+        parts.constants[name] = math.exp(sum(factors) / len(factors))
 
 
-def _ratio(y: Tensor, h: Tensor) -> float:
-    """``r`` of the least squares ``y ≈ r h`` of centred rows, or where it is negative of sizes."""
-    y, h = y - y.mean(-1, keepdim=True), h - h.mean(-1, keepdim=True)
-    ratio = float((y * h).sum() / h.square().sum())
-    return ratio if ratio > 0 else float(y.norm() / h.norm())
+def _factor(y: Tensor, z: Tensor) -> float:
+    """Least squares ``y ≈ c z`` of centred rows, relative to each ``y``; or the sizes' ratio."""
+    y, z = y.double().reshape(z.shape), z.double()
+    y, z = y - y.mean(-1, keepdim=True), z - z.mean(-1, keepdim=True)
+    size = y.norm(dim=-1, keepdim=True)
+    y, z = y / size, z / size
+    factor = float((y * z).sum() / z.square().sum())
+    return factor if factor > 0 else float(y.norm() / z.norm())
 
 
 def _size(values: Sequence[Tensor], *, centred: bool = False) -> float:

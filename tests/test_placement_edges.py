@@ -118,7 +118,7 @@ def test_stack_reads_as_pre_norm_and_converts_exactly(make: type[PreNormStack]) 
     assert_same_function(model, new, x)
 
 
-@pytest.mark.parametrize(("make", "code"), [(FinalNormTwice, "shared"), (ScaledSkip, "op")])
+@pytest.mark.parametrize(("make", "code"), [(FinalNormTwice, "shared"), (ScaledSkip, "form")])
 def test_unit_stream_is_refused_where_it_would_be_wrong(
     make: type[PreNormStack], code: str
 ) -> None:
@@ -138,7 +138,7 @@ def test_rotation_says_that_no_norm_stands_in_front_of_the_first_sublayer() -> N
     assert report.placement is not None
     promised = report.placement.after.stacks[0]
     read = ns.residual_structure(new, x).stacks[0]
-    assert promised.form == read.form == "mixed"
+    assert promised.form == read.form == "pre"
     assert [s.form for s in promised.sublayers] == [s.form for s in read.sublayers]
     assert [s.form for s in read.sublayers] == ["none", "pre"]
 

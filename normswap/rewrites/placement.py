@@ -49,7 +49,7 @@ from normswap.rewrites.sites import kept_outcome
 from normswap.spec import NormSpec
 from normswap.stream_edits import INPUT_NORM, OUTPUT_NORM, SECOND_NORM, free_name
 from normswap.stream_hooks import hooked_child
-from normswap.structure import Reading, Stack, Sublayer, deepnorm_scale
+from normswap.structure import Reading, Stack, Sublayer, deepnorm_scale, form_of_stack
 
 TARGETS = ("pre", "post", "sandwich", "deepnorm", "residual-dual")
 SKIPS = ("clean", "normalised")
@@ -167,7 +167,7 @@ class _Conversion:
         Raises:
             Blocked: it cannot be converted.
         """
-        form, to = _main_form(self.stack), self.wish.to
+        form, to = self.stack.form, self.wish.to
         if to == "post" and form in ("post", "pre") and self._return_norms():
             return replace(self.stack, form="post")
         if form == to:
@@ -287,7 +287,7 @@ class _Conversion:
         final = (*last, *self.stack.final_norms)
         before = self.stack.embedding_norms
         kept = before[:-1] if self._in_front(0) else before
-        return Stack(self.stack.name, _form_of_all(sublayers), tuple(sublayers), kept, final)
+        return Stack(self.stack.name, form_of_stack(sublayers), tuple(sublayers), kept, final)
 
     def _in_front(self, index: int) -> GraphSite | None:
         """The norm that makes what sublayer ``index`` reads."""
@@ -367,13 +367,12 @@ class _Conversion:
 
     def _return_norms(self) -> bool:
         """Put norms that stand on arguments of modules back where an identity stands for them."""
-        form = _main_form(self.stack)
-        if form == "pre" and self.wish.scale != "none":
+        if self.stack.form == "pre" and self.wish.scale != "none":
             return False
         norms = [n for n in self._norms() if n not in self.chain.final_norms]
         found = [(norm, self._slot(norm)) for norm in norms]
         free = [(norm, slot) for norm, slot in found if slot is not None]
-        if not free or (form == "pre" and len(free) < len(norms)):
+        if not free or (self.stack.form == "pre" and len(free) < len(norms)):
             return False
         for norm, slot in free:
             self._return_norm(norm, slot)
@@ -405,7 +404,7 @@ class _Conversion:
             replace(s, form=forms[s.form], output_norms=c.output_norms)
             for s, c in zip(after.sublayers, closed.sublayers, strict=True)
         ]
-        return replace(after, form=_form_of_all(sublayers), sublayers=tuple(sublayers))
+        return replace(after, form=form_of_stack(sublayers), sublayers=tuple(sublayers))
 
     def _close_branches(self) -> Stack:
         """A new norm behind each branch."""
@@ -677,19 +676,6 @@ def _spec(norm: GraphSite) -> NormSpec:
 
 def _normaliser(spec: NormSpec) -> tuple[object, ...]:
     return spec.kind, spec.axes, spec.eps
-
-
-def _main_form(stack: Stack) -> str:
-    """The form of a stack; a first sublayer without a norm is what a rotation can leave."""
-    forms = {sublayer.form for sublayer in stack.sublayers[1:]}
-    if stack.sublayers[0].form == "none" and forms == {"pre"}:
-        return "pre"
-    return stack.form
-
-
-def _form_of_all(sublayers: Sequence[Sublayer]) -> str:
-    forms = {sublayer.form for sublayer in sublayers}
-    return forms.pop() if len(forms) == 1 else "mixed"
 
 
 def _output_norms(chain: Chain) -> list[GraphSite]:
