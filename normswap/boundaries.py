@@ -30,7 +30,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Exit:
-    """A module that returns what a branch adds, but for a constant ``factor``."""
+    """A module that returns what a branch adds, but for a constant ``factor``.
+
+    It returns it alone, or first in a tuple, as attention does.
+    """
 
     module: str
     factor: float
@@ -107,6 +110,7 @@ def exit_of(capture: Capture, residual: Residual, branch: Branch) -> Exit:
 def _returning(capture: Capture, node: fx.Node, residual: Residual) -> ModuleCall | None:
     inner = {call for total in residual.sums for call in calls_around(total)}
     calls = [c for c in capture.calls if c.output is node and c not in inner]
+    calls = calls or [c for c in capture.calls if c.first is node and c not in inner]
     made_here = [c for c in calls if c.arguments.get(0) is not node]  # an identity hands on
     return min(made_here or calls, key=lambda call: call.path.count("."), default=None)
 

@@ -14,6 +14,7 @@ from normswap.attempt import attempt
 from normswap.errors import NormswapError
 from normswap.inputs import Inputs
 from normswap.spec import NormSpec
+from normswap.stream_hooks import on_result
 
 
 class _Mean:
@@ -81,16 +82,17 @@ class _Fitting:
 
         return hook
 
-    def scale(self, step: Step, times: float, *, leads: bool) -> Callable[..., Tensor | None]:
+    def scale(self, step: Step, times: float, *, leads: bool) -> Callable[..., Any]:
         """The branch in that size, with the shift that the skip lacks."""
         norm = self.original.get_submodule(step.norm)
         shift = None if step.spec.bias is None else getattr(norm, step.spec.bias).detach()
 
-        def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
-            if step.norm not in self.factors:
-                return None
+        def scaled(output: Tensor) -> Tensor:
             added = output if shift is None or not leads else output + shift / times
             return self.factors[step.norm] * added
+
+        def hook(_module: nn.Module, _args: object, output: Any) -> Any:
+            return on_result(output, scaled) if step.norm in self.factors else None
 
         return hook
 
@@ -258,7 +260,11 @@ def _of_input(mean: _Mean, axes: tuple[int, ...], *, centred: bool) -> Callable[
 
 
 def _of_result(mean: _Mean) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: object, output: Tensor) -> None:
-        mean.add(output, (-1,), centred=False)
+    def measure(result: Tensor) -> Tensor:
+        mean.add(result, (-1,), centred=False)
+        return result
+
+    def hook(_module: nn.Module, _args: object, output: Any) -> None:
+        on_result(output, measure)
 
     return hook

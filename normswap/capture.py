@@ -71,6 +71,7 @@ class ModuleCall:
     dtype: torch.dtype | None = None
     arguments: dict[int | str, fx.Node] = field(default_factory=dict[int | str, fx.Node])
     output: fx.Node | None = None  # where it returns one tensor
+    first: fx.Node | None = None  # where it returns a tuple: its first item
     flags: bool = False  # called with Python values that may hang on data read before
     reads_data: bool = False  # an input-dependent data read happened inside
 
@@ -339,6 +340,8 @@ class _Recorder(TorchDispatchMode):
                 self.call = self.call.parent
             if self.call is not None:
                 self.call.output = self._known(output)
+                if isinstance(output, tuple) and output:
+                    self.call.first = self._known(output[0])
                 self.call = self.call.parent
 
         module.register_forward_pre_hook(enter, with_kwargs=True)

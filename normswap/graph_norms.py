@@ -131,6 +131,8 @@ def _rename(capture: Capture, renamed: dict[fx.Node, fx.Node]) -> None:
     for call in capture.calls:
         if call.output is not None:
             call.output = renamed.get(call.output, call.output)
+        if call.first is not None:
+            call.first = renamed.get(call.first, call.first)
         call.arguments = {key: renamed.get(n, n) for key, n in call.arguments.items()}
     for index, node in enumerate(capture.data_reads):
         capture.data_reads[index] = renamed.get(node, node)

@@ -8,9 +8,9 @@ if the branch returns ``f + (z - y)`` in place of ``f``, the block computes ``z 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +47,23 @@ class NormArguments(PartOfModel):
         return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
 
+def on_result(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returns with its result changed: a tensor, or the first item of a tuple."""
+    if isinstance(output, tuple):
+        items = cast("tuple[Any, ...]", output)
+        return (change(items[0]), *items[1:])
+    return change(output)
+
+
 class NormOutput(PartOfModel):
     """A forward hook that applies a child of its module, a norm, to what the module returns."""
 
     def __init__(self, child: str) -> None:
         self.child = child
 
-    def __call__(self, module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, _args: object, output: Any) -> Any:
         """``norm(output)``."""
-        return getattr(module, self.child)(output)
+        return on_result(output, getattr(module, self.child))
 
 
 @dataclass
@@ -237,8 +245,11 @@ class OntoStream(PartOfModel):
     def __init__(self, state: StreamState, index: int, factor: float, *, leads: bool) -> None:
         self.state, self.index, self.factor, self.leads = state, index, factor, leads
 
-    def __call__(self, _module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    def __call__(self, _module: nn.Module, _args: object, output: Any) -> Any:
         """What the block adds to its stream."""
+        return on_result(output, self._onto_stream)
+
+    def _onto_stream(self, output: Tensor) -> Tensor:
         slot: _Slot = self.state[self.index]
         wide = output.to(slot.difference.dtype)
         wide = wide / _for_rows_of(slot.scale, wide)

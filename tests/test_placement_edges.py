@@ -255,3 +255,38 @@ def test_sublayer_that_another_stream_reads_is_not_lost() -> None:
     stacks = ns.residual_structure(model, x).stacks
     norms = {n for stack in stacks for s in stack.sublayers for n in s.stream_norms}
     assert {"inner.0", "inner.1", "norms.1"} <= norms
+
+
+class AttentionReturnsWeights(nn.Module):
+    """A post-norm stack by hand: what the branch adds comes first in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.start = nn.Linear(4, 8), nn.LayerNorm(8)
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)
+        )
+        self.linear = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(self.embed(x))
+        for number in range(2):
+            x = self.norms[2 * number](x + self.attention[number](x, x, x)[0])
+            x = self.norms[2 * number + 1](x + self.linear[number](x))
+        return x
+
+
+def test_branch_that_comes_first_in_a_tuple_is_reached() -> None:
+    torch.manual_seed(0)
+    model, x = AttentionReturnsWeights(), example()
+    deep, _ = ns.convert_placement(model, "deepnorm", x)
+    assert_same_function(model, deep, x)
+    closed, _ = ns.convert_placement(model, "sandwich", x, calibration=[x])
+    assert ns.residual_structure(closed, x).form == "sandwich"
+
+    pre, _ = ns.convert_placement(model, "pre", x, calibration=[x])
+    assert ns.residual_structure(pre, x).form == "pre"
+    again, _ = ns.convert_placement(pre, "post", x)
+    assert_same_function(pre, again, x)
