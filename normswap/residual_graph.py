@@ -620,11 +620,27 @@ def _attended(node: fx.Node) -> list[fx.Node] | None:
 def _is_from_softmax(node: fx.Node) -> bool:
     while node.op == "call_function":
         if op_name(node) in ("softmax", "_softmax"):
-            return True
+            return _compares(node.args[0])
         # Talking heads: a linear layer over the heads of the weights.
         if op_name(node) not in _MOVES | {"mul", "linear"} or not isinstance(node.args[0], fx.Node):
             return False
         node = node.args[0]
+    return False
+
+
+def _compares(scores: object) -> bool:
+    """Whether values are products of activations: scores of attention, and not of a router."""
+    queue = [scores]
+    while queue:
+        node = queue.pop()
+        if not _is_data(node) or not isinstance(node, fx.Node) or node.op != "call_function":
+            continue
+        if op_name(node) in ("bmm", "matmul", "einsum", "baddbmm"):
+            operands = [o for o in node.all_input_nodes if _is_data(o) and not _is_weight(o)]
+            if len(operands) > 1:
+                return True
+        elif op_name(node) in _MOVES | {"add", "sub", "mul", "div", "linear", "tanh"}:
+            queue += node.all_input_nodes
     return False
 
 
