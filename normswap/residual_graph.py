@@ -42,6 +42,7 @@ _MIXERS = {"fft_fftn", "fft_fft2", "fft_fft", "_fft_c2c", "_fft_r2c", "avg_pool2
 _ATTENTION = {"scaled_dot_product_attention", "_native_multi_head_attention"}
 _ALONG_TOKENS = _MIXERS | {"conv1d", "conv2d", "conv3d", "convolution", "cumsum", "lstm", "gru"}
 _SCALES = {"mul", "div"}
+_ON_SCORES = {"add", "sub", "mul", "div", "linear", "tanh", "maximum", "max"}
 
 
 @dataclass(eq=False)
@@ -639,7 +640,7 @@ def _compares(scores: object) -> bool:
             operands = [o for o in node.all_input_nodes if _is_data(o) and not _is_weight(o)]
             if len(operands) > 1:
                 return True
-        elif op_name(node) in _MOVES | {"add", "sub", "mul", "div", "linear", "tanh"}:
+        elif op_name(node) in _MOVES | _ON_SCORES:
             queue += node.all_input_nodes
     return False
 

@@ -806,8 +806,8 @@ family(
         "layers.{}.",
         pre(A, "attn_norm"),
         pre(F, "mlp_norm"),
+        # What the first attention reads is the embeddings' norm: it has none of its own.
         exceptions=((0, ExpectedSublayer(A, "none")),),
-        form="mixed",
         embedding_norms=("embeddings.norm",),
         final_norms=("final_norm",),
     ),
