@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx, nn
 
+from normswap.branches import ancestors, attention_operands, weights_of
 from normswap.errors import NormswapError
 from normswap.forms import StoredTensor
 from normswap.init import small_init_
-from normswap.residual_graph import Branch, ancestors, attention_operands, weights_of
+from normswap.residual_graph import Branch
 from normswap.structure import Reading, deepnorm_scale
 
 INITIALISATIONS = ("small", "deepnorm")

@@ -10,39 +10,32 @@ between is read off the graph alone:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from normswap.branches import (
+    ATTENTION,
+    CONTRACTIONS,
+    MIXERS,
+    MOVES,
+    are_scores,
+    attended,
+    is_data,
+    is_weight,
+    mixes_tokens,
+)
 from normswap.capture import Capture, ModuleCall
 from normswap.dataflow import (
-    CASTS,
-    PERMUTATIONS,
-    RESHAPES,
     is_stored,
     lends_shape,
     op_name,
-    permutation,
 )
 from normswap.find import GraphSite
-from normswap.forms import StoredTensor
 from normswap.graphs import calls_around
 
-# What hands a stream on: the same positions, rearranged, masked or cut out.
-_MOVES = CASTS | PERMUTATIONS | RESHAPES | {
-    "dropout", "feature_dropout", "roll", "slice", "select", "narrow", "index_put", "masked_fill",
-    "where", "clamp", "clone", "copy", "constant_pad_nd", "pad", "expand", "index_select", "flip",
-}  # fmt: skip
-_CONTRACTIONS = {
-    "linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d",
-    "convolution", "conv_transpose1d", "conv_transpose2d", "embedding",
-}  # fmt: skip
-_MIXERS = {"fft_fftn", "fft_fft2", "fft_fft", "_fft_c2c", "_fft_r2c", "avg_pool2d", "avg_pool1d"}
-_ATTENTION = {"scaled_dot_product_attention", "_native_multi_head_attention"}
-_ALONG_TOKENS = _MIXERS | {"conv1d", "conv2d", "conv3d", "convolution", "cumsum", "lstm", "gru"}
 _SCALES = {"mul", "div"}
-_ON_SCORES = {"add", "sub", "mul", "div", "linear", "tanh", "maximum", "max"}
 
 
 @dataclass(eq=False)
@@ -152,7 +145,7 @@ class _Reader:
         if op_name(node) != "add" or node.meta.get("unread") or "shape" not in node.meta:
             return None
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
-        if _are_scores(node):
+        if are_scores(node):
             return None
         shape = node.meta["shape"]
         if len(operands) != 2 or any(not _is_of_shape(o, shape) for o in operands):
@@ -219,8 +212,8 @@ class _Reader:
     def _computes(self, start: fx.Node, end: fx.Node) -> bool:
         """Whether there are weights, or a mixing of positions, between two values."""
         return any(
-            op_name(n) in _MIXERS | _ATTENTION
-            or (op_name(n) in _CONTRACTIONS and any(_is_weight(a) for a in n.all_input_nodes))
+            op_name(n) in MIXERS | ATTENTION
+            or (op_name(n) in CONTRACTIONS and any(is_weight(a) for a in n.all_input_nodes))
             for n in self._between(start, end)
         )
 
@@ -229,9 +222,9 @@ class _Reader:
         if node.op != "call_function" or not node.all_input_nodes:
             return None, 1.0
         name, first = op_name(node), node.args[0] if node.args else None
-        if name in _MOVES:
-            value = node.args[1] if name == "where" and not _is_data(node.args[2]) else first
-            if name == "where" and not _is_data(node.args[1]):
+        if name in MOVES:
+            value = node.args[1] if name == "where" and not is_data(node.args[2]) else first
+            if name == "where" and not is_data(node.args[1]):
                 value = node.args[2]
             return (value, 1.0) if isinstance(value, fx.Node) else (None, 1.0)
         if name in _SCALES:
@@ -241,7 +234,7 @@ class _Reader:
     def _masked(self, node: fx.Node) -> tuple[fx.Node, float] | None:
         """A product with a mask, which is made of the inputs without weights: its other factor."""
         values = [a for a in node.args[:2] if isinstance(a, fx.Node)]
-        masks = [v for v in values if _is_data(v) and not self.above[v] & self.weights]
+        masks = [v for v in values if is_data(v) and not self.above[v] & self.weights]
         if len(values) != 2 or len(masks) != 1:
             return None
         return values[0] if values[1] is masks[0] else values[1], 1.0
@@ -295,7 +288,7 @@ class _Reader:
                 seen.add(user)
                 if user in self.norms:
                     branch.input_norms.append(self.norms[user])
-                elif op_name(user) in _MOVES | _SCALES and self._handed_on(user)[0] is node:
+                elif op_name(user) in MOVES | _SCALES and self._handed_on(user)[0] is node:
                     queue.append(user)
                 else:
                     branch.reads_fork = True
@@ -303,11 +296,11 @@ class _Reader:
 
     def _kind(self, branch: Branch, fork: fx.Node) -> str:
         for node in branch.inside:
-            values = _attended(node)
+            values = attended(node)
             if values is not None:
                 own = any(self._depends(v, fork) for v in values)
                 return "attention" if own else "cross-attention"
-        if any(_mixes_tokens(node) for node in branch.inside):
+        if any(mixes_tokens(node) for node in branch.inside):
             return "other"
         return "feed-forward"
 
@@ -518,47 +511,9 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     return [term for term in terms if isinstance(term, fx.Node)]
 
 
-def _are_scores(node: fx.Node) -> bool:
-    """Whether a value goes into a softmax: attention scores, with a bias perhaps."""
-    queue = [node]
-    while queue:
-        for user in queue.pop().users:
-            if op_name(user) in ("softmax", "_softmax"):
-                return True
-            if op_name(user) in _MOVES | {"add"} and user.meta.get("shape") == node.meta["shape"]:
-                queue.append(user)
-    return False
-
-
 def reads_numbers(reader: fx.Node, value: fx.Node) -> bool:
     """Whether an op reads more of a value than its shape, and something comes of it."""
     return not reader.meta.get("unread") and not lends_shape(value, reader)
-
-
-def _is_data(value: object) -> bool:
-    return isinstance(value, fx.Node) and bool(value.meta.get("from_input"))
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """Whether a value is a stored tensor, a view, cast or selection of one, or made of such."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        if op_name(node) not in _MOVES | {"index", "stack", "getitem"}:
-            return _is_made_of_weights(node)
-        node = node.args[0]
-    return is_stored(node) and len(node.meta["shape"]) >= 2
-
-
-def _is_made_of_weights(node: fx.Node) -> bool:
-    """Whether a value is computed from stored matrices alone, as under weight norm."""
-    queue = [node]
-    while queue:
-        value = queue.pop()
-        if _is_data(value):
-            continue
-        if is_stored(value) and len(value.meta["shape"]) >= 2:
-            return not _is_data(node)
-        queue += value.all_input_nodes
-    return False
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node | None, float]:
@@ -567,7 +522,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node | None, float]:
     if isinstance(first, fx.Node) and isinstance(second, (int, float)):
         return first, float(second) if op_name(node) == "mul" else 1.0 / float(second)
     values = [a for a in (first, second) if isinstance(a, fx.Node)]
-    data = [v for v in values if _is_data(v)]
+    data = [v for v in values if is_data(v)]
     if len(values) != 2 or len(data) != 1 or (op_name(node) == "div" and data[0] is second):
         return None, 1.0
     other = values[0] if values[1] is data[0] else values[1]
@@ -575,98 +530,6 @@ def _scaled(node: fx.Node) -> tuple[fx.Node | None, float]:
     if isinstance(number, (int, float)):
         return data[0], float(number) if op_name(node) == "mul" else 1.0 / float(number)
     return data[0], 1.0
-
-
-def ancestors(node: fx.Node, inside: Collection[fx.Node]) -> set[fx.Node]:
-    """What a value is computed from within ``inside``, itself included."""
-    found, queue = {node} & set(inside), [node]
-    while queue:
-        for source in queue.pop().all_input_nodes:
-            if source in inside and source not in found:
-                found.add(source)
-                queue.append(source)
-    return found
-
-
-def weights_of(node: fx.Node) -> list[StoredTensor]:
-    """The stored matrices that an op contracts with."""
-    if op_name(node) not in _CONTRACTIONS - {"embedding"}:
-        return []
-    stored = [n for n in node.all_input_nodes if is_stored(n) and len(n.meta["shape"]) >= 2]
-    return [n.meta["tensor"] for n in stored]
-
-
-def attention_operands(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """Of an op that weighs values by attention: what makes the weights, and the values."""
-    if op_name(node) in _ATTENTION:
-        operands = [a for a in node.args[:3] if isinstance(a, fx.Node)]
-        return operands[:2], operands[2:]
-    values = _attended(node)
-    if values is None:
-        return None
-    return [o for o in node.all_input_nodes if o not in values], values
-
-
-def _attended(node: fx.Node) -> list[fx.Node] | None:
-    """Of an op that weighs values by attention: the values; else ``None``."""
-    if op_name(node) in _ATTENTION:
-        return [a for a in node.args[1:3] if isinstance(a, fx.Node)]
-    if op_name(node) not in ("bmm", "matmul", "einsum", "baddbmm"):
-        return None
-    operands = node.all_input_nodes
-    weights = [o for o in operands if _is_from_softmax(o)]
-    return [o for o in operands if o not in weights] if weights else None
-
-
-def _is_from_softmax(node: fx.Node) -> bool:
-    while node.op == "call_function":
-        if op_name(node) in ("softmax", "_softmax"):
-            return _compares(node.args[0])
-        # Talking heads: a linear layer over the heads of the weights.
-        if op_name(node) not in _MOVES | {"mul", "linear"} or not isinstance(node.args[0], fx.Node):
-            return False
-        node = node.args[0]
-    return False
-
-
-def _compares(scores: object) -> bool:
-    """Whether values are products of activations: scores of attention, and not of a router."""
-    queue = [scores]
-    while queue:
-        node = queue.pop()
-        if not _is_data(node) or not isinstance(node, fx.Node) or node.op != "call_function":
-            continue
-        if op_name(node) in ("bmm", "matmul", "einsum", "baddbmm"):
-            operands = [o for o in node.all_input_nodes if _is_data(o) and not _is_weight(o)]
-            if len(operands) > 1:
-                return True
-        elif op_name(node) in _MOVES | _ON_SCORES:
-            queue += node.all_input_nodes
-    return False
-
-
-def _mixes_tokens(node: fx.Node) -> bool:
-    name = op_name(node)
-    if name == "linear":
-        return _is_transposed(node.args[0])
-    if name not in _ALONG_TOKENS:
-        return False
-    if "conv" not in name:
-        return True
-    weight = node.args[1]
-    return isinstance(weight, fx.Node) and any(s > 1 for s in weight.meta["shape"][2:])
-
-
-def _is_transposed(value: object) -> bool:
-    """Whether the last axis of a value was another one before it was handed on."""
-    while isinstance(value, fx.Node) and value.op == "call_function":
-        name = op_name(value)
-        if name in PERMUTATIONS and permutation(value)[-1] != len(value.meta["shape"]) - 1:
-            return True
-        if name not in CASTS | PERMUTATIONS | {"dropout"}:
-            return False
-        value = value.args[0]
-    return False
 
 
 def holder(nodes: Sequence[fx.Node]) -> ModuleCall | None:

@@ -91,7 +91,8 @@ class ResidualStructure:
 
     def document(self) -> Document:
         """The tables to render: a section a stack."""
-        summary = (f"form {self.form}", f"{len(self.stacks)} stacks")
+        count = len(self.stacks)
+        summary = (f"form {self.form}", f"{count} stack{'s' * (count != 1)}")
         sections = tuple(_section(stack) for stack in self.stacks)
         return Document("Residual structure", summary, None, sections)
 
