@@ -25,15 +25,7 @@ def site_drift(
     is its own and not that of the norms before it.
     """
     names = [s.name for s in plan.sites if s.status in ("approximate", "initialised") and s.name]
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    handles = [
-        original.get_submodule(name).register_forward_hook(_keeper(name, seen)) for name in names
-    ]
-    try:
-        attempt(original, inputs, true_float64())
-    finally:
-        for handle in handles:
-            handle.remove()
+    seen = _first_calls(original, names, inputs)
     drift: dict[str, float] = {}
     for name, (x, expected) in seen.items():
         with true_float64():
@@ -73,18 +65,22 @@ def branch_drift(
     Returns:
         By label, ``max|a - b| / max|a|``; what is not called or has another shape is left out.
     """
-    before = _results(original, {old for _, old, _ in pairs}, inputs)
-    after = _results(changed, {new for _, _, new in pairs}, inputs)
+    before = _first_calls(original, {old for _, old, _ in pairs}, inputs)
+    after = _first_calls(changed, {new for _, _, new in pairs}, inputs)
     rows: list[tuple[str, float]] = []
     for label, old, new in pairs:
-        a, b = before.get(old), after.get(new)
-        if a is not None and b is not None and a.shape == b.shape:
+        if old not in before or new not in after:
+            continue
+        a, b = before[old][1], after[new][1]
+        if a.shape == b.shape:
             rows.append((label, float((a - b).abs().max() / a.abs().max().clamp_min(1e-12))))
     return tuple(rows)
 
 
-def _results(model: nn.Module, names: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
-    """What modules return in their first call."""
+def _first_calls(
+    model: nn.Module, names: Collection[str], inputs: Inputs
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name, what modules get and return in their first call, in true float64."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     handles = [
         model.get_submodule(name).register_forward_hook(_keeper(name, seen)) for name in names
@@ -94,4 +90,4 @@ def _results(model: nn.Module, names: Collection[str], inputs: Inputs) -> dict[s
     finally:
         for handle in handles:
             handle.remove()
-    return {name: output for name, (_, output) in seen.items()}
+    return seen
